@@ -35,6 +35,7 @@ class Live:
             str, tuple[int, float]
         ] = {}  # model → starts that did not prefill, and until when none may
         self._whole: set[str] = set()  # models of which an event says that their instances share no work
+        self._unknown: set[str] = set()  # models of which one says that nothing prefills before they are known
 
     def may_prefill(self, deployment: Deployment) -> bool:
         """Return whether instances may start in order to prefill.
@@ -53,6 +54,7 @@ class Live:
     def update(self) -> list[KnownInstance]:
         """Look what has become of the instances that prefill. Return those whose source is gone or ends."""
         self._note_whole()
+        self._note_unknown()
         instances = self._state.instances
         left: list[KnownInstance] = []
         self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
@@ -91,6 +93,15 @@ class Live:
             text = f"{flag} is ignored for {name}: it is an encoder, which writes no text, and each instance does all"
             self._state.record_event("whole", text, model=name)
         self._whole = set(found)
+
+    def _note_unknown(self) -> None:
+        """Record once, of each model that no node can describe, that its instances do not share work."""
+        wanted = [item for item in self._state.deployments.values() if item.disaggregated]
+        found = {item.name: why for item in wanted if (why := self._models.why_unknown(item.url)) is not None}
+        for name in found.keys() - self._unknown:
+            text = f"--disaggregated waits for {name}: each instance does all until a node can describe the model"
+            self._state.record_event("whole", f"{text}; {found[name]}", model=name)
+        self._unknown = set(found)
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
         """Return the ``group`` of a new instance's start, as JSON, or None if it neither helps nor is helped.

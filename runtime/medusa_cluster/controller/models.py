@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_S = 30.0
 _AGAIN_S, _LONGEST_AGAIN_S = 5.0, 300.0  # the pause after a failed description, which doubles each time
 _MOST_DESCRIBING = 8
+_FAILED_TRIES = 2  # after which a model counts as one that no node can describe
+_LONGEST_REASON = 300
 _KEPT_STARTS = 8
 _AVOIDED_S = 60.0  # how long groups are avoided after one that could not be formed
 # The assumed stages of a start with a warm engine process, until the first starts have been seen.
@@ -88,10 +90,16 @@ class Models:
         self._nodes = nodes
         self._known: dict[str, KnownModel] = {}  # by URL
         self._attempts: dict[str, tuple[int, float]] = {}  # URL → how often it was asked for, and when to ask again
+        self._failures: dict[str, tuple[int, str]] = {}  # URL → how often that failed, and how the last time
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, url: str) -> KnownModel | None:
         return self._known.get(url)
+
+    def why_unknown(self, url: str) -> str | None:
+        """Return why no node can describe a model. None if one has, or if that has not been tried often enough yet."""
+        count, reason = self._failures.get(url, (0, ""))
+        return reason if count >= _FAILED_TRIES and url not in self._known else None
 
     def size_bytes(self, url: str) -> int:
         return self._known[url].total_bytes if url in self._known else 0
@@ -144,12 +152,15 @@ class Models:
             self._known[url].no_groups_until = now + _AVOIDED_S
 
     def update(self, deployments: Collection[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
-        """Have a node describe each model that is not known yet, a few at a time. Forgets all that are not deployed."""
+        """Have a node describe each model that is not known yet, a few at a time. Forgets all that are not deployed.
+
+        A model that one node cannot describe is asked of the next one.
+        """
         deployed = {item.url for item in deployments}
-        for by_url in (self._known, self._attempts):
+        for by_url in (self._known, self._attempts, self._failures):
             for url in by_url.keys() - deployed:
                 del by_url[url]
-        alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
+        alive = sorted(name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent)
         attempts = {
             item.url: self._attempts.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known
         }
@@ -157,7 +168,7 @@ class Models:
         for url in sorted(due, key=lambda url: (attempts[url], url))[: _MOST_DESCRIBING - len(self._tasks)]:
             count, _ = attempts[url]
             self._attempts[url] = count + 1, now + doubling_pause_s(count + 1, _AGAIN_S, _LONGEST_AGAIN_S)
-            task = asyncio.create_task(self._describe(min(alive), url))
+            task = asyncio.create_task(self._describe(alive[count % len(alive)], url))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -169,6 +180,8 @@ class Models:
             times = None if found["times"] is None else StageTimes.from_bytes(found["times"].encode())
         except (MedusaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             logger.warning("%s could not be described: %s", url, error)
+            count, _ = self._failures.get(url, (0, ""))
+            self._failures[url] = count + 1, f"{node}: {error}"[:_LONGEST_REASON]
             return
         if times is None:
             times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)

@@ -39,6 +39,7 @@ class StandInNode:
         self.store_is_away = False
         self.failed_fetches: dict[str, str] = {}
         self.generates = True  # else every model is an encoder
+        self.describes_not: str | None = None  # why it describes no model
         self.version = "v1"  # of what it fetches
         self.arrives = False  # what it fetches is on its way, until ``arrived``
         self.refuses_groups: str | None = None
@@ -90,6 +91,8 @@ class StandInNode:
             model |= {"state": "done", "fetched_bytes": model["total_bytes"]}
 
     async def describe(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self.describes_not:
+            raise InstanceError(self.describes_not)
         parts = {"total_bytes": 4 * 10**8, "entry": 0, "layers": [5 * 10**7] * 8, "exit": 0, "times": None}
         return parts | {"generates": self.generates}
 

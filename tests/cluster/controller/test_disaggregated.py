@@ -312,6 +312,33 @@ def test_nothing_prefills_before_a_node_has_described_the_model(run: Run, monkey
     run(scenario, "n1", "n2", "n3")
 
 
+def test_one_event_says_that_no_node_can_describe_the_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cluster.controller.models._AGAIN_S", 0.1)
+    monkeypatch.setattr("medusa_cluster.controller.models._LONGEST_AGAIN_S", 0.1)
+
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        def texts() -> list[str]:
+            return [event["text"] for event in cluster.state.events if event["kind"] == "whole"]
+
+        for node in net.nodes.values():
+            node.describes_not = "its layers are not known"
+        for name, given in (("m", {}), ("other", {"disaggregated": False, "live_scaling": True})):
+            await cluster.answer({"op": "deploy", "arguments": {**MODEL, "name": name, **given}})
+        end = time.monotonic() + 2
+        await asked(cluster, lambda: time.monotonic() > end, running=1, waiting=1)
+        (text,) = texts()
+        assert "--disaggregated waits for m: each instance does all until a node can describe the model; n" in text
+        assert text.endswith(": its layers are not known")
+        shown = (await cluster.answer({"op": "status"}))["events"]
+        assert [event["model"] for event in shown if event["kind"] == "whole"] == ["m"]
+        assert not confirmed(cluster, "prefill")
+        net.nodes["n2"].describes_not = None  # one is enough
+        await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=5)
+        assert texts() == [text]
+
+    run(scenario, "n1", "n2", "n3")
+
+
 def test_nothing_is_learned_from_the_start_of_one_that_prefilled_first(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         _, prefill = await started(net, cluster)

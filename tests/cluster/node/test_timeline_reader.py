@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -97,6 +98,39 @@ def test_a_timeline_that_is_none_changes_nothing(timeline: str) -> None:
 
     asyncio.run(look())
     assert (instance.start, instance.group_state) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("read", "told", "lost"),
+    [
+        (["prefilling", "released"], False, True),
+        (["prefilling", "released"], True, False),
+        (["released"], False, False),
+    ],
+)
+def test_one_that_ends_its_prefilling_though_nobody_told_it_so_has_lost_its_source(
+    tmp_path: Path, read: list[str], told: bool, lost: bool
+) -> None:
+    plan = {"group": "g", "token": "t", "mode": "disaggregated", "size": 9, "rank": 1, "leader": "127.0.0.1:80"}
+    found = {**plan, "listen": "127.0.0.1:81", "then": "stay", "helps": "d"}
+    stages = [stage(name, 1.0 + number, 2.0 + number) for number, name in enumerate(read)]
+
+    async def run() -> dict[str, Any]:
+        instances = Instances(NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token"))
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        worker = GroupWorker.from_json(found, "127.0.0.1")
+        one = RunningInstance("i", Deployment("m", "/m"), "s", listening, worker=worker)
+        instances.add(one)
+        if told:
+            instances.release("i")
+        async with served(lambda: json.dumps({"stages": stages})) as port, aiohttp.ClientSession() as session:
+            listening.set_result(port)
+            await TimelineReader(instances)._read(session, one)
+        assert one.worker is not None
+        return one.worker.status(one.group_state)["pair"]
+
+    pair = asyncio.run(run())
+    assert (pair["role"], pair["helps"], pair["lost"]) == ("decode", "d", lost)
 
 
 def test_one_that_was_told_to_prefill_no_more_is_read_often(tmp_path: Path) -> None:
