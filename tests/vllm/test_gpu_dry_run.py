@@ -46,7 +46,7 @@ def test_a_dry_run_goes_through_all_parts_of_run_5(tmp_path: Path) -> None:
 
 
 _BUNDLE = """
-import sys
+import sys, threading
 from dataclasses import replace
 from pathlib import Path
 from benchmarks.gpu.vllm_check import materialization, starts
@@ -62,6 +62,9 @@ model, folder = sys.argv[1:]
 settings = starts.settings_for(model, "never", dry_run=True)
 print(materialization.materialized(settings, Path(folder))["artifacts"])
 with starts.our_start(replace(settings, graphs="restore", state=folder)) as one:
+    one.decode([[3, 4]], 1)
+    one.decode([[3, 4]], 1)
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")])
     print(one._engine._region.code(".medusa/cuda-graphs"))
 """
 
@@ -72,6 +75,7 @@ def test_a_start_that_restores_gets_the_graphs_of_the_bundle(tmp_path: Path) -> 
     done = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "b'some graphs'", done.stdout
+    assert done.stdout.splitlines()[-2] == "[]", "vLLM's server is mounted beside what is measured"
     assert "compile-cache" not in done.stdout, "an eager model needs no compiled code"
     assert (tmp_path / "small-0.5b.vllm.graphs").read_bytes() == b"some graphs"
     assert (tmp_path / "small-0.5b.vllm.second.dump.graphs").read_bytes() == b"a dump"

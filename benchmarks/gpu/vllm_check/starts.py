@@ -157,6 +157,7 @@ def our_start(settings: Settings) -> Iterator[OurStart]:
     fetch.start()
     stop, broke = threading.Event(), []
     engine = VllmEngine(region, settings, timeline)
+    engine.mounts_when_idle = False  # vLLM's own start, with which this one is compared, has no server, either
 
     def run() -> None:
         try:
