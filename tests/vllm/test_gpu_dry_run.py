@@ -46,7 +46,7 @@ def test_a_dry_run_goes_through_all_parts_of_run_5(tmp_path: Path) -> None:
 
 
 _BUNDLE = """
-import sys, threading
+import sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 from benchmarks.gpu.vllm_check import materialization, starts
@@ -63,7 +63,7 @@ settings = starts.settings_for(model, "never", dry_run=True)
 print(materialization.materialized(settings, Path(folder))["artifacts"])
 with starts.our_start(replace(settings, graphs="restore", state=folder)) as one:
     one.decode([[3, 4]], 1)
-    one.decode([[3, 4]], 1)
+    time.sleep(1)  # idle
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")])
     print(one._engine._region.code(".medusa/cuda-graphs"))
 """
