@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from medusa_adapters.cli.batch import lines
@@ -167,7 +169,8 @@ def test_resume_uses_what_killed_batches_have_left_beside_the_output(
         system.pipe_file(foreign, result("z"))
     sink, found = begin("memory://out.jsonl", resume=True)
     assert sorted(set(found)) == ["a", "b", "c", "e"]
-    assert caplog.text.count("1 results are taken from memory://out.jsonl.") == 2
+    names = "memory://out.jsonl.0123456789ab.new, memory://out.jsonl.ba9876543210.new"
+    assert f"2 results are taken from {names}, which other batches have left" in caplog.text
     sink.write(result("d"))
     sink.close()
     ids = [lines.key_of(line) for line in store["out.jsonl"].splitlines()]
@@ -176,6 +179,86 @@ def test_resume_uses_what_killed_batches_have_left_beside_the_output(
     again, found = begin("memory://out.jsonl", resume=True)
     again.close()
     assert ids == [lines.key_of(line) for line in store["out.jsonl"].splitlines()]
+
+
+@pytest.fixture
+def short_parts(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store shows objects once they are complete, like S3, and each result is in an object of its own."""
+    from fsspec.implementations.memory import MemoryFileSystem
+    from medusa_adapters.cli.batch import stored_object
+
+    class Pending(io.BytesIO):
+        path = ""
+
+        def close(self) -> None:
+            if not self.closed:
+                MemoryFileSystem().pipe_file(self.path, self.getvalue())
+            super().close()
+
+        def discard(self) -> None:
+            super().close()
+
+    def open_file(system: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode != "wb":
+            return original(system, path, mode, **options)
+        pending = Pending()
+        pending.path = path
+        return pending
+
+    original = MemoryFileSystem.open
+    monkeypatch.setattr(MemoryFileSystem, "open", open_file)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda system, path, value, **_: put(system, path, value))
+    monkeypatch.setattr(stored_object, "_PART_S", 0.0)
+
+    def put(system: MemoryFileSystem, path: str, value: bytes) -> None:
+        with original(system, path, "wb") as file:
+            file.write(value)
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_a_long_batch_that_is_killed_leaves_what_it_has_had_for_a_while(store: dict[str, bytes]) -> None:
+    sink, _ = begin("memory://out.jsonl")
+    for custom_id in "abc":
+        sink.write(result(custom_id))
+    assert sorted(lines.key_of(store[name]) for name in store) == ["a", "b"]
+    again, found = begin("memory://out.jsonl", resume=True)
+    assert sorted(found) == ["a", "b"]
+    again.write(result("d"))
+    again.write(result("c"))
+    again.close()
+    assert [lines.key_of(line) for line in store["out.jsonl"].splitlines()] == [*found, "d", "c"]
+    assert len(list(store)) == 3, "its own objects are gone"
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("fails", [None, "taken", "join"])
+def test_a_long_batch_joins_its_objects(
+    store: dict[str, bytes], fails: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+    def read(file: MemoryFile, size: int = -1) -> bytes:
+        raise OSError("Slow Down")
+
+    sink, _ = begin("memory://out.jsonl")
+    written = [result(custom_id) for custom_id in "abc"]
+    for line in written:
+        sink.write(line)
+    if fails is None:
+        sink.close()
+        assert (list(store), store["out.jsonl"]) == (["out.jsonl"], b"".join(written))
+        return
+    if fails == "taken":
+        MemoryFileSystem().pipe_file("/out.jsonl", result("z"))
+    with monkeypatch.context() as patched:
+        if fails == "join":
+            patched.setattr(MemoryFile, "read", read)
+        with pytest.raises(StorageError, match="the results of this batch are in") as told:
+            sink.close()
+    kept = sorted(name for name in store if name.endswith(".new"))
+    assert len(kept) == (1 if fails == "taken" else 3)
+    assert all(f"memory://{name}" in str(told.value) for name in kept)
+    assert b"".join(sorted(b"".join(store[name] for name in kept).splitlines(True))) == b"".join(sorted(written))
 
 
 def test_what_a_killed_batch_has_left_is_the_output_though_nothing_is_left_to_do(store: dict[str, bytes]) -> None:

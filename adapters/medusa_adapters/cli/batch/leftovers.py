@@ -17,6 +17,7 @@ from .sink import NoteId, whole_lines
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
+_MOST_NAMED = 3  # objects in a message
 
 
 def new_suffix() -> str:
@@ -65,16 +66,21 @@ class Leftovers:
         except Exception as error:  # noqa: BLE001 each file system has errors of its own
             logger.warning("%s*.new, which killed batches leave, could not be looked for (%s)", self._name, error)
             return
+        count, used = 0, []
         for suffix in suffixes:
-            path, name, count = self._path + suffix, self._name + suffix, 0
+            path, name, before = self._path + suffix, self._name + suffix, count
             with self._system.open(path, "rb") as file:
                 for start, stop, key in whole_lines(file, name):
                     if key is not None and note(key):
                         count += 1
                         self._add(path, start, stop)
-            if count:
-                text = "%d results are taken from %s, which another batch has left; once it has ended, remove that"
-                logger.warning(text, count, name)
+            if count > before:
+                used.append(name)
+        if used:
+            more = len(used) - _MOST_NAMED
+            names = ", ".join(used[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+            text = "%d results are taken from %s, which other batches have left; when those have ended, remove these"
+            logger.warning(text, count, names)
 
     def _add(self, path: str, start: int, stop: int) -> None:
         if self._ranges and self._ranges[-1][0] == path and self._ranges[-1][2] == start:

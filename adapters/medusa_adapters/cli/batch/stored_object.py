@@ -4,6 +4,9 @@ Stores cannot append, so the results go to an object of their own first. It take
 ends, if the output is still as the batch found it. One batch at a time may do that: it makes an object beside the
 output that only one can make (If-None-Match on S3, a generation of 0 on Google Cloud Storage, no overwriting on Azure).
 Where a store takes no conditions, or lets nobody delete, the batch that wrote this object last may do it.
+
+Many stores show an object only once it is complete. So a long batch writes several, of some minutes each, and joins
+them at its end: if it is killed, they are what it leaves.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import glob
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +29,7 @@ from .sink import NoteId, note_ids, there_are_results
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
+_PART_S = 300.0  # after which an object of results is completed, and another one begun
 # By these an object differs from one that replaces it. Each file system has some of them.
 _VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created", "ino", "size")
 
@@ -48,7 +53,9 @@ class StoredObject:
             raise MissingPackageError(f"results at {scheme_of(url)}:// need an optional package: {wanted}") from None
         except ValueError as error:
             raise ConfigError(f"{self._name} cannot be written: {error}") from None
-        self._suffix = new_suffix()
+        self._suffix = new_suffix()  # of the object that is being written
+        self._parts: list[str] = []  # the suffixes of those that are complete
+        self._part_ends_at = 0.0  # by the monotonic clock
         self._leftovers = Leftovers(self._system, self._path, url)
         self._whole_bytes = 0
         self._file: Any = None
@@ -93,6 +100,8 @@ class StoredObject:
             if self._failed is not None:
                 raise self._failed
             try:
+                if self._file is not None and time.monotonic() >= self._part_ends_at:
+                    self._end_part()
                 self._file = self._file or self._begin()
                 self._file.write(line)
             except _TakenError as error:
@@ -104,8 +113,11 @@ class StoredObject:
                 raise self._failed from None
 
     def _begin(self) -> Any:
-        """Open the object for the results, and write the earlier ones to it. Raises _TakenError."""
+        """Open an object for the results, and write the earlier ones to the first. Raises _TakenError."""
         file = self._system.open(self._path + self._suffix, "wb")
+        self._part_ends_at = time.monotonic() + _PART_S
+        if self._parts:
+            return file
         try:
             for piece in self._earlier():
                 file.write(piece)
@@ -114,6 +126,41 @@ class StoredObject:
             self._discard(file)
             raise
         return file
+
+    def _end_part(self) -> None:
+        """Complete the object that is being written."""
+        file, self._file = self._file, None
+        file.close()
+        self._parts.append(self._suffix)
+        self._suffix = new_suffix()
+
+    def _join(self) -> None:
+        """Make one object of all that are complete, and remove them."""
+        if len(self._parts) == 1:
+            return
+        parts = [self._path + suffix for suffix in self._parts]
+        joined = self._system.open(self._path + self._suffix, "wb")
+        try:
+            for path in parts:
+                with self._system.open(path, "rb") as file:
+                    while piece := file.read(_PIECE_BYTES):
+                        joined.write(piece)
+        except BaseException:
+            self._discard(joined)
+            raise
+        self._file = joined
+        self._end_part()
+        del self._parts[:-1]
+        try:
+            for path in parts:
+                _remove(self._system, path)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("%s: copies of its results, ….new beside it, could not be removed (%s)", self._name, error)
+
+    def _kept(self) -> str:
+        """Return where the results are while they are not in the output, as a part of an error."""
+        names = ", ".join(self._name + suffix for suffix in self._parts)
+        return f"; the results of this batch are in {names}" if names else ""
 
     def _require_unchanged(self, message: str) -> None:
         """Raise _TakenError if the output is not as it was when the batch began."""
@@ -141,28 +188,29 @@ class StoredObject:
     def close(self) -> None:
         """Put the object into the store. Raises StorageError; the results are then in an object of another name."""
         with self._lock:
-            file, self._file = self._file, None
-            if self._closed or (file is None and (self._failed is not None or not self._leftovers)):
+            is_begun = self._file is not None or self._parts
+            if self._closed or (not is_begun and (self._failed is not None or not self._leftovers)):
                 return
             self._closed = True
-            kept = ""
             try:
-                file = file or self._begin()
-                file.close()
-                kept = f"; the results of this batch are in {self._name}{self._suffix}"
+                if not is_begun:
+                    self._file = self._begin()
+                if self._file is not None:
+                    self._end_part()
+                self._join()
                 with self._publication.alone():
                     self._require_unchanged("was written by another batch meanwhile, and stays as that one left it")
-                    self._move()
+                    self._move(self._parts[0])
             except _TakenError as error:
-                raise StorageError(f"{self._name} {error}{kept}") from None
+                raise StorageError(f"{self._name} {error}{self._kept()}") from None
             except MedusaError:
                 raise
             except Exception as error:  # noqa: BLE001
-                raise StorageError(f"{self._failure(error)}{kept}") from None
+                raise StorageError(f"{self._failure(error)}{self._kept()}") from None
 
-    def _move(self) -> None:
+    def _move(self, suffix: str) -> None:
         """Let the results take the place of the output. They may stay in the other object as well."""
-        new, system = self._path + self._suffix, self._system
+        new, system = self._path + suffix, self._system
         try:
             if glob.has_magic(new):  # mv would take it for a pattern
                 system.cp_file(new, self._path)
@@ -170,16 +218,16 @@ class StoredObject:
             else:
                 system.mv(new, self._path)
         except Exception as error:
-            if not self._is_copied():
+            if not self._is_copied(new):
                 raise
             text = "%s has the results, but %s%s beside it, a copy of them, could not be removed (%s)"
-            logger.warning(text, self._name, self._name, self._suffix, error)
+            logger.warning(text, self._name, self._name, suffix, error)
 
-    def _is_copied(self) -> bool:
+    def _is_copied(self, new: str) -> bool:
         """Return whether the output is the results now. Stores copy an object as a whole or not at all."""
         with suppress(Exception):
             is_new = self._find_version() not in (None, self._version)
-            output, results = (self._system.info(path)["size"] for path in (self._path, self._path + self._suffix))
+            output, results = (self._system.info(path)["size"] for path in (self._path, new))
             return is_new and bool(output == results)
         return False
 
