@@ -10,7 +10,7 @@ from medusa_runtime.engine.base import Delta, GenerateRequest
 
 
 class AnsweringEngine:
-    info = SimpleNamespace(vocab_size=64)
+    info = SimpleNamespace(vocab_size=64, max_model_len=64)
 
     def __init__(self, load: Callable[[], None] = lambda: None, reason: str = "length") -> None:
         """``reason`` is why its requests end."""

@@ -87,6 +87,13 @@ def test_batches_are_as_large_as_an_instances(check: Callable[[int], Path], most
 
 
 @pytest.mark.timeout(120)
+def test_prompts_are_as_long_as_the_model_takes(check: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "info", SimpleNamespace(vocab_size=64, max_model_len=8))
+    check(256)
+    assert max(len(prompt) for prompt in Engine.opened.asked) == 5
+
+
+@pytest.mark.timeout(120)
 def test_an_engine_that_breaks_in_a_request_leaves_graphs_and_kernels(
     check: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

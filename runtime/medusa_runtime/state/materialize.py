@@ -135,19 +135,20 @@ class Materialization:
         except (ImportError, AttributeError):
             logger.debug("nothing here makes a %s", kind.name)
             return False
+        succeeded, blob = True, None
         with tempfile.TemporaryDirectory(prefix="medusa-materialize-") as scratch:
             try:
                 blob = function(self._model, self._settings, Path(scratch))
             except MedusaError as error:
                 self._on_result(ArtifactResult(kind.name, left_out=str(error)))
-                return False
+                succeeded = False
             if blob is not None:
                 self.add(kind, blob, began)
-            # A capture may leave other artifacts beside its own, each named after its kind.
+            # A capture may leave other artifacts beside its own, each named after its kind, also before it fails.
             for other in sorted(Path(scratch).iterdir()):
                 if other.name in KINDS and other.name != kind.name and other.is_file():
                     self.add(KINDS[other.name], other.read_bytes(), began)
-        return True
+        return succeeded
 
     def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
         """Add an artifact. Work on it began at ``began``, a time of ``time.monotonic``."""

@@ -36,12 +36,13 @@ if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has be
 
 logger = logging.getLogger(__name__)
 
+_TOKENS = 3  # of an answer to each of the first requests
 _COMPILED = "compiled"  # the folder beside a result into which the first process writes what it compiles
 # The requests that an instance may get first. Triton compiles other kernels for numbers that are 1 or divisible by 16.
 _SAMPLED = (
-    SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0),
-    SamplingParams(max_tokens=3, ignore_eos=True, seed=1),
-    SamplingParams(max_tokens=3, ignore_eos=True, top_p=0.9, top_k=9),
+    SamplingParams(max_tokens=_TOKENS, ignore_eos=True, temperature=0.0),
+    SamplingParams(max_tokens=_TOKENS, ignore_eos=True, seed=1),
+    SamplingParams(max_tokens=_TOKENS, ignore_eos=True, top_p=0.9, top_k=9),
 )
 _BATCHES = (1, 2, 16)
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
@@ -106,9 +107,11 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
                 checked = check.result()
                 save_blueprints(checked, out)
                 logger.info("restored in a process of its own: %s", summary(checked))
+                longest = max(engine.info.max_model_len - _TOKENS, 1)
                 for number, params in enumerate(_SAMPLED):
                     for count in _BATCHES:
-                        prompts = [[(row + number) % engine.info.vocab_size] * count for row in range(count)]
+                        tokens = min(count, longest)
+                        prompts = [[(row + number) % engine.info.vocab_size] * tokens for row in range(count)]
                         complete(engine, prompts[: settings.max_concurrency], params, f"first-{number}-{count}")
 
             serve_beside(engine, first_requests)

@@ -39,6 +39,11 @@ def failing(model: str, settings: Settings, folder: Path) -> None:
     raise EngineError("the GPU is too small")
 
 
+def code_and_no_graphs(model: str, settings: Settings, folder: Path) -> None:
+    (folder / "kv-plan").write_bytes(ON_GPU.to_bytes())
+    raise EngineError("two captures differ")
+
+
 def no_graphs(model: str, settings: Settings, folder: Path) -> None:
     return None
 
@@ -72,6 +77,18 @@ def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, tmp_path: Path) -> No
     assert ON_GPU.to_bytes() in kept
     assert ON_CPU.to_bytes() not in kept
     assert b"no kind is named so" not in kept
+
+
+@pytest.mark.parametrize("capture", ["code_and_no_graphs"], indirect=True)
+def test_what_a_capture_has_made_before_it_failed_is_kept(capture: str, tmp_path: Path) -> None:
+    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+    made: list[ArtifactResult] = []
+    with Materialization(Settings(model=str(tmp_path), engine="toy", device="cuda"), None, made.append) as making:
+        making.prepare()
+        manifest = making.commit()
+    assert {one.kind: one.left_out for one in made}["cuda-graphs"] == "two captures differ"
+    assert sorted(one.kind for one in manifest.artifacts) == ["kv-plan", "weight-index"]
 
 
 def engine_that_captures(how: str, name: str = "toy") -> None:
