@@ -34,8 +34,7 @@ class Live:
         self._withheld: dict[
             str, tuple[int, float]
         ] = {}  # model → starts that did not prefill, and until when none may
-        self._whole: set[str] = set()  # models of which an event says that their instances share no work
-        self._unknown: set[str] = set()  # models of which one says that nothing prefills before they are known
+        self._whole: set[tuple[str, str]] = set()  # models of which an event says that instances share no work, and why
 
     def may_prefill(self, deployment: Deployment) -> bool:
         """Return whether instances may start in order to prefill.
@@ -54,7 +53,6 @@ class Live:
     def update(self) -> list[KnownInstance]:
         """Look what has become of the instances that prefill. Return those whose source is gone or ends."""
         self._note_whole()
-        self._note_unknown()
         instances = self._state.instances
         left: list[KnownInstance] = []
         self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
@@ -85,23 +83,20 @@ class Live:
         self._state.record_event("role", text, node=item.node, model=item.model)
 
     def _note_whole(self) -> None:
-        """Record once, of each encoder that is to share work, that it does not."""
-        wanted = [item for item in self._state.deployments.values() if item.disaggregated or item.live_scaling]
-        found = {item.name: item for item in wanted if not self._models.generates(item)}
-        for name in found.keys() - self._whole:
-            flag = "--disaggregated" if found[name].disaggregated else "--live-scaling"
-            text = f"{flag} is ignored for {name}: it is an encoder, which writes no text, and each instance does all"
-            self._state.record_event("whole", text, model=name)
+        """Record once, of each model whose instances are to share work, why they do not: an encoder, or not known."""
+        found: dict[tuple[str, str], str] = {}
+        for item in self._state.deployments.values():
+            name = item.name
+            if (item.disaggregated or item.live_scaling) and not self._models.generates(item):
+                flag = "--disaggregated" if item.disaggregated else "--live-scaling"
+                text = f"is ignored for {name}: it is an encoder, which writes no text, and each instance does all"
+                found[name, "encoder"] = f"{flag} {text}"
+            if item.disaggregated and (why := self._models.why_unknown(item.url)) is not None:
+                text = f"waits for {name}: each instance does all until a node can describe the model"
+                found[name, "unknown"] = f"--disaggregated {text}; {why}"
+        for key in found.keys() - self._whole:
+            self._state.record_event("whole", found[key], model=key[0])
         self._whole = set(found)
-
-    def _note_unknown(self) -> None:
-        """Record once, of each model that no node can describe, that its instances do not share work."""
-        wanted = [item for item in self._state.deployments.values() if item.disaggregated]
-        found = {item.name: why for item in wanted if (why := self._models.why_unknown(item.url)) is not None}
-        for name in found.keys() - self._unknown:
-            text = f"--disaggregated waits for {name}: each instance does all until a node can describe the model"
-            self._state.record_event("whole", f"{text}; {found[name]}", model=name)
-        self._unknown = set(found)
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
         """Return the ``group`` of a new instance's start, as JSON, or None if it neither helps nor is helped.

@@ -48,6 +48,13 @@ def no_graphs(model: str, settings: Settings, folder: Path) -> None:
     return None
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+    return tmp_path
+
+
 @pytest.fixture(params=["graphs_and_plan", "no_graphs"])
 def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
@@ -60,11 +67,9 @@ def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, tmp_path: Path) -> None:
-    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, checkpoint: Path) -> None:
     made: list[ArtifactResult] = []
-    with Materialization(Settings(model=str(tmp_path), engine="toy", device="cuda"), None, made.append) as making:
+    with Materialization(Settings(model=str(checkpoint), engine="toy", device="cuda"), None, made.append) as making:
         making.prepare()
         making.commit()
     found = {one.kind: one.left_out for one in made}
@@ -73,18 +78,16 @@ def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, tmp_path: Path) -> No
         assert found["kv-plan"] == "nothing was captured on the GPU, where it is measured; each start computes one"
         return
     assert found == {"weight-index": None, "cuda-graphs": None, "kv-plan": None}
-    kept = [path.read_bytes() for path in (tmp_path / ".medusa").rglob("*") if path.is_file()]
+    kept = [path.read_bytes() for path in (checkpoint / ".medusa").rglob("*") if path.is_file()]
     assert ON_GPU.to_bytes() in kept
     assert ON_CPU.to_bytes() not in kept
     assert b"no kind is named so" not in kept
 
 
 @pytest.mark.parametrize("capture", ["code_and_no_graphs"], indirect=True)
-def test_what_a_capture_has_made_before_it_failed_is_kept(capture: str, tmp_path: Path) -> None:
-    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+def test_what_a_capture_has_made_before_it_failed_is_kept(capture: str, checkpoint: Path) -> None:
     made: list[ArtifactResult] = []
-    with Materialization(Settings(model=str(tmp_path), engine="toy", device="cuda"), None, made.append) as making:
+    with Materialization(Settings(model=str(checkpoint), engine="toy", device="cuda"), None, made.append) as making:
         making.prepare()
         manifest = making.commit()
     assert {one.kind: one.left_out for one in made}["cuda-graphs"] == "two captures differ"
@@ -109,11 +112,9 @@ def engine_that_captures(how: str, name: str = "toy") -> None:
     ],
 )
 def test_what_is_not_made_again_for_the_same_start_is_not_kept(
-    capture: str, tmp_path: Path, how: str, engine: str, length: int | None, kept: bool
+    capture: str, checkpoint: Path, how: str, engine: str, length: int | None, kept: bool
 ) -> None:
-    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
-    settings = Settings(model=str(tmp_path), engine="toy", device="cuda")
+    settings = Settings(model=str(checkpoint), engine="toy", device="cuda")
     for again in (False, True):
         if again:
             engine_that_captures(how, engine)
