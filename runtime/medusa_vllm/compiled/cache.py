@@ -4,7 +4,7 @@ Offline, ``capture`` starts the engine once in a new process, with empty caches,
 the first process that captures graphs does so. Online, the engine's worker unpacks it and attaches it to its model. Its
 key in the manifest says what it is valid for (engine, torch, Python, CPU, GPU, model). What only vLLM can decide is
 checked before the code is used. On a CPU, the file contains no path, host name or user of the machine it was made on;
-on a GPU, the compiler's own file names are in it, and nothing reads them.
+on a GPU, it names files of the compiler and of the sources.
 """
 
 from __future__ import annotations

@@ -159,12 +159,10 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
 
     with scratch_folder("medusa-compiled") as scratch:
         folder = ARCHIVE.unpack(blob.read_bytes(), scratch)
-        with patch.dict(os.environ, {**cache_folders(scratch), **_named("TRITON_CACHE_DIR")}):
+        caches = cache_folders(scratch)
+        caches["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", caches["TRITON_CACHE_DIR"])
+        with patch.dict(os.environ, caches):
             return CompiledModel(folder).attach(model, config)
-
-
-def _named(variable: str) -> dict[str, str]:
-    return {variable: os.environ[variable]} if variable in os.environ else {}
 
 
 def _run_eagerly(model: Any) -> None:

@@ -32,6 +32,7 @@ from . import triton_kernels
 if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has begun
     from medusa_runtime.state.graphs import Blueprints, ImageStore
 
+    from ..engine import VllmEngine
     from .recording import Recording
 
 logger = logging.getLogger(__name__)
@@ -103,18 +104,13 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     try:
         with closed_after(VllmEngine(region, settings, timeline, code=_compiled_code(out))) as engine:
 
-            def first_requests() -> None:
+            def result_and_requests() -> None:
                 checked = check.result()
                 save_blueprints(checked, out)
                 logger.info("restored in a process of its own: %s", summary(checked))
-                longest = max(engine.info.max_model_len - _TOKENS, 1)
-                for number, params in enumerate(_SAMPLED):
-                    for count in _BATCHES:
-                        tokens = min(count, longest)
-                        prompts = [[(row + number) % engine.info.vocab_size] * tokens for row in range(count)]
-                        complete(engine, prompts[: settings.max_concurrency], params, f"first-{number}-{count}")
+                _complete_first_requests(engine, settings.max_concurrency)
 
-            serve_beside(engine, first_requests)
+            serve_beside(engine, result_and_requests)
     except MedusaError as error:
         if not out.exists():
             raise
@@ -125,6 +121,15 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
         logger.info("%d Triton kernels were compiled", count)
     except OSError as error:  # a full disk, say: the graphs are there
         logger.warning("the Triton kernels are left out: %s", error)
+
+
+def _complete_first_requests(engine: VllmEngine, most: int) -> None:
+    """Let the engine complete batches of at most ``most`` requests, for which Triton compiles its kernels."""
+    longest = max(engine.info.max_model_len - _TOKENS, 1)
+    for number, params in enumerate(_SAMPLED):
+        for count in _BATCHES:
+            prompts = [[(row + number) % engine.info.vocab_size] * min(count, longest) for row in range(count)]
+            complete(engine, prompts[:most], params, f"first-{number}-{count}")
 
 
 @contextmanager
