@@ -122,15 +122,9 @@ class FaultyCluster(LabCluster):
         """The nodes that have a ready instance."""
         return [node["name"] for node in self.status()["nodes"] for item in node["instances"] if item["state"] == state]
 
-    def wait_instances(self, count: int) -> list[str]:
-        return until(lambda: len(found := self.instances()) == count and found, self.describe)
-
     def wait_nodes(self, state: str = "alive", *names: str) -> None:
         wanted = names or self.lab.nodes
         until(lambda: all(self.node(name)["state"] == state for name in wanted), self.describe)
-
-    def wait_copies(self, name: str, *nodes: str) -> None:
-        until(lambda: set(nodes) <= set(self.model(name)["copies"]), self.describe)
 
     def pids(self, node: str, words: str) -> list[int]:
         """The processes of a node whose command line or name has these words."""

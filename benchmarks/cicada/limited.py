@@ -27,7 +27,6 @@ def measure_limited(
     runs: int,
     scratch: Path,
     *,
-    rate: float = RATE_BYTES_PER_S,
     strategies: Sequence[str] = ("full",),
 ) -> None:
     """Adds rows ``<model>/limited`` and ``<model>/delayed`` (ours), each also with ``-bound``.
@@ -40,7 +39,8 @@ def measure_limited(
         seconds: dict[str, list[float]] = defaultdict(list)
         digests = set()
         for strategy in tuple(strategies) * runs:
-            with serving(checkpoints, rate, every, delay_s) as url, Container(scratch, strategy) as container:
+            origin = serving(checkpoints, RATE_BYTES_PER_S, every, delay_s)
+            with origin as url, Container(scratch, strategy) as container:
                 container.wait_ready()
                 found = container.infer(Request(model, strategy, f"{url}/{model}"))
             for file in scratch.iterdir():  # what load-then-run has downloaded
@@ -49,7 +49,7 @@ def measure_limited(
             row = f"{model}/{name}" + ("" if strategy == "full" else "-sequential")
             seconds[row].append(found.seconds)
             if strategy == "full":
-                seconds[f"{model}/{name}-bound"].append(size_bytes / rate + _last_layer_s(found))
+                seconds[f"{model}/{name}-bound"].append(size_bytes / RATE_BYTES_PER_S + _last_layer_s(found))
             print(f"  {row}: {found.seconds:.3f} s", file=sys.stderr, flush=True)
         if len(digests) > len(strategies):
             raise CorruptError(f"{model}/{name}: the same inference gave several outputs")
@@ -57,9 +57,9 @@ def measure_limited(
             result.add(row, "latency_s", "s", samples)
 
 
-def seconds_needed(model: str, checkpoints: Path, runs: int, rate: float = RATE_BYTES_PER_S) -> float:
+def seconds_needed(model: str, checkpoints: Path, runs: int) -> float:
     """Estimate how long ``measure_limited`` takes."""
-    return len(_ORIGINS) * runs * (_size_bytes(model, checkpoints) / rate + _START_S)
+    return len(_ORIGINS) * runs * (_size_bytes(model, checkpoints) / RATE_BYTES_PER_S + _START_S)
 
 
 def _size_bytes(model: str, checkpoints: Path) -> int:

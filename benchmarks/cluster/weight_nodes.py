@@ -50,7 +50,7 @@ class ControlConnection:
 class WeightNode:
     """A node that fetches and passes on weights. Other nodes reach its server at ``url``."""
 
-    def __init__(self, lab: Laboratory, name: str, token_file: str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, lab: Laboratory, name: str, token_file: str) -> None:
         folder = lab.node_folder(name)
         self.name = name
         self.url = f"http://{lab.address(name)}:{_PORT}"
@@ -58,7 +58,7 @@ class WeightNode:
         self._control, agent = str(folder / "control.sock"), str(folder / "node.sock")
         self._log = folder / "log"
         cluster = ["--cluster", self._control, "--cluster-token", token_file]
-        self._start(["-m", "medusa_adapters", "node", "--socket", agent, *cluster, *flags])
+        self._start(["-m", "medusa_adapters", "node", "--socket", agent, *cluster])
         listen = f"{lab.address(name)}:{_PORT}"
         self._start(["-m", "benchmarks.cluster.peer_node", agent, self._control, listen, token_file])
 
@@ -101,13 +101,13 @@ class WeightNode:
 
 
 @contextmanager
-def weight_nodes(lab: Laboratory, flags: Sequence[str] = ()) -> Iterator[list[WeightNode]]:
-    """Start the processes of all nodes. They end with the laboratory. ``flags`` are further flags of `medusa node`."""
+def weight_nodes(lab: Laboratory) -> Iterator[list[WeightNode]]:
+    """Start the processes of all nodes. They end with the laboratory."""
     token_file = lab.node_folder(SWITCH) / "weights-token"
     token_file.touch(0o600)
     token_file.write_text(secrets.token_hex(32))
     with ExitStack():
-        nodes = [WeightNode(lab, name, str(token_file), flags) for name in lab.nodes]
+        nodes = [WeightNode(lab, name, str(token_file)) for name in lab.nodes]
         for node in nodes:
             node.wait_ready()
         yield nodes

@@ -61,7 +61,7 @@ _MOST_TOKENS = 1024  # the limit of a prompt and of an answer, as in the publish
 _GIB = 1 << 30
 
 
-def cold(model: str, strategy: Strategy, workers: int = 1, output: int = 8) -> Outcome:
+def cold(model: str, strategy: Strategy, workers: int = 1) -> Outcome:
     """Start one model, which has no instance yet, on four servers with 16 Gbit/s."""
     profile = PROFILES[model]
     times = strategy.times(profile, 512)
@@ -71,7 +71,7 @@ def cold(model: str, strategy: Strategy, workers: int = 1, output: int = 8) -> O
         slo = times.predicted_ttft_s(group, full_memory=workers, hop_s=0.0005) + 0.01
     machines = (Machine("n", 4, 16 * GBIT, memory_bytes=188 * GB),)
     fleet = Fleet("testbed i", machines, (Model("m", profile, ttft_slo_s=slo),))
-    return Simulation(fleet, strategy, [Request(0.0, 0, 512, output)]).run()
+    return Simulation(fleet, strategy, [Request(0.0, 0, 512, 8)]).run()
 
 
 def figure_8(seconds: float) -> Figure:

@@ -17,6 +17,7 @@ _ALLOWED = {
 }  # fmt: skip
 _ALLOWED_OF_OTHERS = 1.0
 _LEAST_SAMPLES = 5
+_WARM_UP = 0.3  # the share of the samples that does not count
 
 
 class Growth(NamedTuple):
@@ -35,13 +36,13 @@ class Growth(NamedTuple):
         return self.rise > self.allowed and self.last - self.first > self.allowed
 
 
-def growths(samples: Sequence[tuple[float, dict[str, float]]], warm_up: float = 0.3) -> list[Growth]:
+def growths(samples: Sequence[tuple[float, dict[str, float]]]) -> list[Growth]:
     """Return the growth of each quantity in samples of (work done, quantities), without the first part of the samples.
 
     The line is Theil and Sen's: the median of the slopes between all pairs. Both ends are medians of a fifth of the
     samples. Raises MedusaError for less than five samples after the warm-up.
     """
-    kept = samples[round(len(samples) * warm_up) :]
+    kept = samples[round(len(samples) * _WARM_UP) :]
     if len(kept) < _LEAST_SAMPLES:
         raise MedusaError(f"expected {_LEAST_SAMPLES} samples after the warm-up, found {len(kept)}; run it for longer")
     work = [done for done, _ in kept]

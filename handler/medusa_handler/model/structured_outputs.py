@@ -13,26 +13,27 @@ from ..faults import invalid
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _MOST_VALUES = 200_000  # in a schema that comes as text
+_FIELD = "structured_outputs"
 _OBJECT = '{"type": "object"}'
 
 
-def parse_structured_outputs(value: Any, name: str = "structured_outputs") -> StructuredOutputs | None:
+def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     """Return the one constraint in an object like ``{"regex": "[a-z]+"}``; None if it has none.
 
-    ``name`` is the object's field, for the error. Raises ApiError 400.
+    Raises ApiError 400.
     """
     if not isinstance(value, Mapping):
-        raise invalid(name, f"an object with one of {', '.join(KINDS)}", value)
+        raise invalid(_FIELD, f"an object with one of {', '.join(KINDS)}", value)
     constraints = {key: each for key, each in value.items() if each is not None and each is not False}
     for key in constraints:
         if key not in KINDS:
-            raise invalid(f"{name}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
+            raise invalid(f"{_FIELD}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
     if not constraints:
         return None
     if len(constraints) > 1:
-        raise invalid(name, "one constraint", sorted(constraints))
+        raise invalid(_FIELD, "one constraint", sorted(constraints))
     [(key, constraint)] = constraints.items()
-    return _structured_outputs(key, constraint, f"{name}.{key}")
+    return _structured_outputs(key, constraint, f"{_FIELD}.{key}")
 
 
 def json_schema(schema: Any, name: str) -> StructuredOutputs:

@@ -26,6 +26,7 @@ from .strategy import Strategy
 from .trace import Request
 
 _PATIENCE_S = 900.0  # after the last request, or the last answer
+_WINDOW_S = 1.0  # over which the tokens that arrive are counted
 
 
 class SimModel:
@@ -50,7 +51,6 @@ class Simulation:
     """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute.
 
     Ticks come ``tick_s`` after one another while something happens, and ``quiet_s`` while instances only wait.
-    ``window_s``: over which the tokens that arrive are counted.
     ``paid_until_s``: until when device time counts, for example the end of the trace.
     ``details``: also record which tokens were served when, and the host memory that holds weights.
     ``seed``: of how much starts differ.
@@ -64,7 +64,6 @@ class Simulation:
         *,
         tick_s: float = 0.1,
         quiet_s: float = 1.0,
-        window_s: float = 1.0,
         progress: Callable[[float], None] | None = None,
         paid_until_s: float = math.inf,
         details: bool = False,
@@ -91,7 +90,7 @@ class Simulation:
         self._execution = SimExecution(self, seed)
         self._requests = iter(requests)
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
-        self._quiet_s, self._window_s = max(quiet_s, tick_s), window_s
+        self._quiet_s = max(quiet_s, tick_s)
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
         self._details, self._paid_until_s = details, paid_until_s
@@ -255,21 +254,21 @@ class Simulation:
         for number in list(self._active):
             model = self.models[number]
             window = model.window
-            while window and window[0][0] <= now - self._window_s:
+            while window and window[0][0] <= now - _WINDOW_S:
                 model.window_tokens -= window.popleft()[1]
             prefilled = model.prefilled
-            while prefilled and prefilled[0][0] <= now - self._window_s:
+            while prefilled and prefilled[0][0] <= now - _WINDOW_S:
                 model.prefilled_tokens -= prefilled.popleft()[1]
             name = model.model.name
             waiting = len(model.queue)
-            tokens = model.window_tokens / self._window_s
+            tokens = model.window_tokens / _WINDOW_S
             if model.model.shared_queue:
                 tokens = float(model.queued_tokens)
             self._loads[name] = Load(
                 waiting=waiting,
                 running=model.running,
                 tokens_per_s=tokens,
-                prefilled_per_s=model.prefilled_tokens / self._window_s,
+                prefilled_per_s=model.prefilled_tokens / _WINDOW_S,
                 kv_use=_used(model.decoders.values()),
                 longest_wait_s=now - model.queue[0].at_s if model.queue else 0.0,
                 last_request_s=model.last_request_s,

@@ -21,25 +21,27 @@ from .pages import address_of
 from .reader import Region
 from .wake import wait_for_change
 
+_LAID_OUT_S = 1.0
+
 
 class ChecksummedRegion:
     """A reader's view of a laid-out region with checksums, without its data. It owns ``region``."""
 
-    def __init__(self, region: Region, timeout_s: float = 1.0) -> None:
-        """Raises StorageError if the region is not laid out within ``timeout_s``, has failed, or has no checksums."""
+    def __init__(self, region: Region) -> None:
+        """Raises StorageError if the region is not laid out within a second, has failed, or has no checksums."""
         self._region = region
         try:
-            self._open(timeout_s)
+            self._open()
         except TimeoutError:
             region.close()
-            raise StorageError(f"the region was not laid out within {timeout_s:g} s") from None
+            raise StorageError(f"the region was not laid out within {_LAID_OUT_S:g} s") from None
         except BaseException:
             region.close()
             raise
 
-    def _open(self, timeout_s: float) -> None:
+    def _open(self) -> None:
         region = self._region
-        self.index: WeightIndex = region.wait_index(timeout_s)
+        self.index: WeightIndex = region.wait_index(_LAID_OUT_S)
         # One mapping of everything in front of the data, read-only.
         descriptor = reopen(region.fd, os.O_RDONLY)
         self.file = open(descriptor, "rb", buffering=0)  # noqa: SIM115  closed by ``close``

@@ -10,13 +10,13 @@ from .reader import Region
 from .seals import SEAL_SHRINK, seals_of
 
 
-def descriptors_to_pass(region: Region, timeout_s: float | None = None) -> list[int]:
+def descriptors_to_pass(region: Region) -> list[int]:
     """Return new descriptors of a region, and of its shards that are local files, for ``region_from_descriptors``.
 
     Waits for the region's index. The files are opened with the rights of this process, not of the one that gets them.
     Raises the error of a fetch that has failed, and OSError for a file that cannot be opened.
     """
-    index = region.wait_index(timeout_s)
+    index = region.wait_index()
     found = [os.dup(region.fd)]
     try:
         for shard in index.shards:

@@ -14,17 +14,17 @@ from .calls import Aws, Calls, Report
 
 _AUTOSCALING = "application-autoscaling"
 _STALE_POLLS = 3
+_PATIENCE_S = 3600.0
 _TRANSITIONAL = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
 class EndpointClient:
     """Calls SageMaker and reports each status once. AWS' errors become DeployError, in AWS' words."""
 
-    def __init__(self, region: str | None, report: Report, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
+    def __init__(self, region: str | None, report: Report, *, poll_s: float = 10.0) -> None:
         self._aws = Aws(region)
         self._report = report
         self._poll_s = poll_s
-        self._timeout_s = timeout_s
 
     def call(self, operation: str, **parameters: Any) -> Any:
         """Call SageMaker. Raises DeployError, with its reason, if it refuses."""
@@ -161,10 +161,8 @@ class EndpointClient:
                 reported = status
             if status not in _TRANSITIONAL:
                 return found
-            if time.monotonic() - began > self._timeout_s:
-                raise DeployError(
-                    f"endpoint {name} was still {status} after {self._timeout_s:g} s; it goes on without us"
-                )
+            if time.monotonic() - began > _PATIENCE_S:
+                raise DeployError(f"endpoint {name} was still {status} after {_PATIENCE_S:g} s; it goes on without us")
             time.sleep(self._poll_s)
 
     def _call_ignoring_errors(self, operation: str, **parameters: Any) -> None:

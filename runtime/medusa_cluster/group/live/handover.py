@@ -48,12 +48,12 @@ class Handover(NamedTuple):
     caches: list[list[Tensor]]  # prompt → its parts in order, each [layers, 2, tokens, kv_heads, head_dim]
 
 
-def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
-    """Put neighbouring spans together, until each group has at least so many tokens."""
+def grouped(spans: list[Span]) -> list[list[Span]]:
+    """Put neighbouring spans together, until each group has at least ``BATCH_TOKENS`` tokens."""
     groups: list[list[Span]] = []
-    size = tokens
+    size = BATCH_TOKENS
     for span in spans:
-        if size >= tokens:
+        if size >= BATCH_TOKENS:
             groups.append([])
             size = 0
         groups[-1].append(span)

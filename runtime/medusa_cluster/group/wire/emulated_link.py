@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
+_BURST_BYTES = 64 << 10
+
 
 class EmulatedLink:
     """A token bucket. ``take`` returns once so many bytes may be on the wire."""
 
-    def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10) -> None:
+    def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._burst_s = burst_bytes / bytes_per_s
+        self._burst_s = _BURST_BYTES / bytes_per_s
         self._free_at = 0.0  # when the wire will have sent everything it was given
         self._lock = threading.Lock()
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
 _POLL_S = 0.02  # between two checks whether killed processes have ended
+_ORPHANS_S = 5.0  # for which they are killed again and again
 OUT_OF_MEMORY = OutOfMemory()  # the out-of-memory kills in this process's control group
 
 
@@ -205,9 +206,9 @@ class RestartingChild:
             await self.child.end(grace_s)
 
 
-async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
+async def end_orphans(ours: set[int]) -> None:
     """Kill this process's children, and the orphans that they leave to it, until only ``ours`` remain."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
+    deadline = loop.time() + _ORPHANS_S
     while kill_children(but=ours) and loop.time() < deadline:
         await asyncio.sleep(_POLL_S)
