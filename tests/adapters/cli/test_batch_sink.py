@@ -140,6 +140,8 @@ def test_a_batch_whose_object_another_one_wrote_keeps_its_results_beside_it(
 
 
 def test_a_batch_is_refused_at_its_first_result_if_there_are_others_by_then(store: dict[str, bytes]) -> None:
+    import fsspec
+
     first, second = (begin("memory://out.jsonl")[0] for _ in range(2))
     first.write(LINE)
     first.close()
@@ -149,6 +151,12 @@ def test_a_batch_is_refused_at_its_first_result_if_there_are_others_by_then(stor
     second.close()
     assert list(store) == ["out.jsonl"]
     assert store["out.jsonl"] == LINE
+    third, _ = begin("memory://out.jsonl", resume=True)
+    fsspec.filesystem("memory").pipe_file("/out.jsonl", b"")  # shorter than it was
+    with pytest.raises(StorageError, match="since this one began"):
+        third.write(LINE)
+    third.close()
+    assert list(store) == ["out.jsonl"]
 
 
 def result(custom_id: str) -> bytes:
@@ -231,7 +239,7 @@ def test_a_long_batch_that_is_killed_leaves_what_it_has_had_for_a_while(store: d
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("fails", [None, "taken", "join"])
+@pytest.mark.parametrize("fails", [None, "taken", "join", "shorter"])
 def test_a_long_batch_joins_its_objects(
     store: dict[str, bytes], fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +258,9 @@ def test_a_long_batch_joins_its_objects(
         return
     if fails == "taken":
         MemoryFileSystem().pipe_file("/out.jsonl", result("z"))
+    if fails == "shorter":
+        name = next(iter(store))
+        MemoryFileSystem().pipe_file(f"/{name}", store[name][:-1])
     with monkeypatch.context() as patched:
         if fails == "join":
             patched.setattr(MemoryFile, "read", read)
@@ -258,6 +269,9 @@ def test_a_long_batch_joins_its_objects(
     kept = sorted(name for name in store if name.endswith(".new"))
     assert len(kept) == (1 if fails == "taken" else 3)
     assert all(f"memory://{name}" in str(told.value) for name in kept)
+    if fails == "shorter":
+        assert f"{name} is shorter than it was" in str(told.value)
+        return
     assert b"".join(sorted(b"".join(store[name] for name in kept).splitlines(True))) == b"".join(sorted(written))
 
 

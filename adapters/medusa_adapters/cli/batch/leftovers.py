@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.base import redacted
@@ -25,6 +25,27 @@ def new_suffix() -> str:
     return f".{os.urandom(6).hex()}.new"
 
 
+class Range(NamedTuple):
+    """Whole lines of an object of results."""
+
+    path: str
+    start: int
+    stop: int
+
+
+def pieces(system: Any, ranges: Iterable[Range]) -> Iterator[bytes]:
+    """Yield the bytes of these ranges in the file system ``system``. Raises EOFError if they are no longer there."""
+    for path, start, stop in ranges:
+        with system.open(path, "rb") as file:
+            file.seek(start)
+            while start < stop:
+                piece = file.read(min(_PIECE_BYTES, stop - start))
+                if not piece:
+                    raise EOFError(f"{path.rpartition('/')[2]} is shorter than it was")
+                start += len(piece)
+                yield piece
+
+
 class Leftovers:
     """The results of earlier batches in objects beside an output. No object is removed: a batch may still write to it.
 
@@ -35,10 +56,7 @@ class Leftovers:
         self._system = system
         self._path = path
         self._name = redacted(url)
-        self._ranges: list[tuple[str, int, int]] = []  # path, start and end of lines that the output lacks
-
-    def __bool__(self) -> bool:
-        return bool(self._ranges)
+        self.ranges: list[Range] = []  # the lines that the output lacks
 
     def _suffixes(self) -> list[str]:
         """Return what the names of the objects add to the output's."""
@@ -83,21 +101,9 @@ class Leftovers:
             logger.warning(text, count, names)
 
     def _add(self, path: str, start: int, stop: int) -> None:
-        if self._ranges and self._ranges[-1][0] == path and self._ranges[-1][2] == start:
-            start = self._ranges.pop()[1]
-        self._ranges.append((path, start, stop))
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the lines that the output lacks. Raises EOFError if they are no longer there."""
-        for path, start, stop in self._ranges:
-            with self._system.open(path, "rb") as file:
-                file.seek(start)
-                while start < stop:
-                    piece = file.read(min(_PIECE_BYTES, stop - start))
-                    if not piece:
-                        raise EOFError(f"{path.rpartition('/')[2]} is shorter than it was")
-                    start += len(piece)
-                    yield piece
+        if self.ranges and self.ranges[-1].path == path and self.ranges[-1].stop == start:
+            start = self.ranges.pop().start
+        self.ranges.append(Range(path, start, stop))
 
 
-__all__ = ["Leftovers", "new_suffix"]
+__all__ = ["Leftovers", "Range", "new_suffix", "pieces"]

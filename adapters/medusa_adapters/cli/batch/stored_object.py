@@ -23,12 +23,11 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError, StorageError
 from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
 
-from .leftovers import Leftovers, new_suffix
+from .leftovers import Leftovers, Range, new_suffix, pieces
 from .sink import NoteId, note_ids, there_are_results
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20
 _PART_S = 300.0  # after which an object of results is completed, and another one begun
 # By these an object differs from one that replaces it. Each file system has some of them.
 _VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created", "ino", "size")
@@ -54,10 +53,10 @@ class StoredObject:
         except ValueError as error:
             raise ConfigError(f"{self._name} cannot be written: {error}") from None
         self._suffix = new_suffix()  # of the object that is being written
-        self._parts: list[str] = []  # the suffixes of those that are complete
+        self._parts: dict[str, int] = {}  # the suffixes of those that are complete, and their sizes
         self._part_ends_at = 0.0  # by the monotonic clock
         self._leftovers = Leftovers(self._system, self._path, url)
-        self._whole_bytes = 0
+        self._earlier: list[Range] = []  # results of the output
         self._file: Any = None
         self._closed = False
         self._failed: StorageError | None = None
@@ -67,7 +66,7 @@ class StoredObject:
             self._version = self._find_version()
             if self._version is not None and resume:
                 with self._system.open(self._path, "rb") as file:
-                    self._whole_bytes = note_ids(file, self._name, note)
+                    self._earlier = [Range(self._path, 0, note_ids(file, self._name, note))]
             if resume:
                 self._leftovers.take_up(note)
         except ConfigError:
@@ -119,9 +118,11 @@ class StoredObject:
         if self._parts:
             return file
         try:
-            for piece in self._earlier():
-                file.write(piece)
-            self._require_unchanged("was written by another batch since this one began")
+            try:
+                for piece in pieces(self._system, [*self._earlier, *self._leftovers.ranges]):
+                    file.write(piece)
+            finally:  # a shorter output was written, too
+                self._require_unchanged("was written by another batch since this one began")
         except BaseException:
             self._discard(file)
             raise
@@ -130,30 +131,29 @@ class StoredObject:
     def _end_part(self) -> None:
         """Complete the object that is being written."""
         file, self._file = self._file, None
+        size_bytes = file.tell()
         file.close()
-        self._parts.append(self._suffix)
+        self._parts[self._suffix] = size_bytes
         self._suffix = new_suffix()
 
     def _join(self) -> None:
         """Make one object of all that are complete, and remove them."""
         if len(self._parts) == 1:
             return
-        parts = [self._path + suffix for suffix in self._parts]
+        parts = [Range(self._path + suffix, 0, size_bytes) for suffix, size_bytes in self._parts.items()]
         joined = self._system.open(self._path + self._suffix, "wb")
         try:
-            for path in parts:
-                with self._system.open(path, "rb") as file:
-                    while piece := file.read(_PIECE_BYTES):
-                        joined.write(piece)
+            for piece in pieces(self._system, parts):
+                joined.write(piece)
         except BaseException:
             self._discard(joined)
             raise
         self._file = joined
         self._end_part()
-        del self._parts[:-1]
+        self._parts = dict([self._parts.popitem()])
         try:
-            for path in parts:
-                _remove(self._system, path)
+            for part in parts:
+                _remove(self._system, part.path)
         except Exception as error:  # noqa: BLE001
             logger.warning("%s: copies of its results, ….new beside it, could not be removed (%s)", self._name, error)
 
@@ -176,20 +176,11 @@ class StoredObject:
         with suppress(Exception):
             _remove(self._system, self._path + self._suffix)
 
-    def _earlier(self) -> Iterator[bytes]:
-        if self._whole_bytes:
-            whole = self._whole_bytes
-            with self._system.open(self._path, "rb") as file:
-                while whole and (piece := file.read(min(_PIECE_BYTES, whole))):
-                    whole -= len(piece)
-                    yield piece
-        yield from self._leftovers.pieces()
-
     def close(self) -> None:
         """Put the object into the store. Raises StorageError; the results are then in an object of another name."""
         with self._lock:
             is_begun = self._file is not None or self._parts
-            if self._closed or (not is_begun and (self._failed is not None or not self._leftovers)):
+            if self._closed or (not is_begun and (self._failed is not None or not self._leftovers.ranges)):
                 return
             self._closed = True
             try:
@@ -200,7 +191,7 @@ class StoredObject:
                 self._join()
                 with self._publication.alone():
                     self._require_unchanged("was written by another batch meanwhile, and stays as that one left it")
-                    self._move(self._parts[0])
+                    self._move(*self._parts)
             except _TakenError as error:
                 raise StorageError(f"{self._name} {error}{self._kept()}") from None
             except MedusaError:
