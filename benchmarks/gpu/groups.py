@@ -11,25 +11,22 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.client import EngineClient
 from medusa_runtime.timeline import Stage
 
 from benchmarks.gpu.gaps import longest, median_ms
 from benchmarks.gpu.part_process import part_parser, prepare
 from benchmarks.gpu.probe import environ
 from benchmarks.ports import free_port
+from benchmarks.worker_processes import WorkerProcesses
 
 SIZE = 2
 _PROMPT = tuple(range(3, 131))
@@ -105,72 +102,34 @@ def layers_of(model: Path) -> list[str | None]:
         return list(layer_settings(split(ModelBytes.of(checkpoint.index), SIZE)))
 
 
-class Workers:
+class Workers(WorkerProcesses):
     """Worker processes that start together; a context manager. ``layers`` has each one's range, or None for all.
 
     A single one is no group, but an engine like any other.
     """
 
     def __init__(self, model: Path, device: str, layers: Sequence[str | None], mode: str = "pipeline") -> None:
-        self._stack = ExitStack()
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-groups-")))
+        super().__init__()
         self._plan: dict[str, Any] = {
             "group": secrets.token_hex(4), "token": secrets.token_hex(16), "size": len(layers), "then": "stay",
             "leader": f"127.0.0.1:{free_port()}", "form_s": _START_S, "exit": True, "mode": mode,
         }  # fmt: skip
-        self._settings = {f"MEDUSA_{name}": value for name, value in {**_SETTINGS, "DEVICE": device}.items()}
+        settings = {f"MEDUSA_{name}": value for name, value in {**_SETTINGS, "DEVICE": device}.items()}
         if device == "cpu":
-            self._settings |= {"MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "16"}
+            settings |= {"MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "16"}
         self.began = time.monotonic()
-        self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, part in enumerate(layers):
-                self._processes.append(self._start(model, rank, part))
-            self._client = self._connect()
+                plan = {**self._plan, "rank": rank} if len(layers) > 1 else None
+                self.start(str(model), layers=part, plan=plan, environment={**environ(), **settings})
+            self._client = self.connect(0)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, model: Path, rank: int, layers: str | None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent", "--model", str(model)]
-        command += ["--socket", str(self._folder / f"{rank}.sock")]
-        command += ["--timeline", str(self._folder / f"{rank}.timeline")]
-        if self._plan["size"] > 1:
-            self._write_plan(rank, "stay")
-            command += ["--group", str(self._folder / f"{rank}.json")]
-        command += ["--layers", layers] if layers is not None else []
-        environment = {**environ(), **self._settings}
-        with (self._folder / f"{rank}.log").open("wb") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-    def _write_plan(self, rank: int, then: str) -> None:
-        path, new = self._folder / f"{rank}.json", self._folder / f"{rank}.new"
-        new.touch(mode=0o600)
-        new.write_text(json.dumps({**self._plan, "rank": rank, "then": then}))
-        new.replace(path)
-
-    def _connect(self) -> EngineClient:
-        """Connect to the first worker once it listens, which is before its weights are there."""
-        path, deadline = self._folder / "0.sock", time.monotonic() + _START_S
-        while not path.exists():
-            self._check()
-            if time.monotonic() > deadline:
-                raise TimeoutError("the first worker did not start in time")
-            time.sleep(_POLL_S)
-        client = EngineClient(str(path))
-        client.start()
-        self._stack.callback(client.close)
-        return client
-
-    def _check(self) -> None:
-        for rank, process in enumerate(self._processes):
-            if process.poll():
-                said = (self._folder / f"{rank}.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"worker {rank} ended with {process.returncode}: {said}")
-
     def consolidate(self) -> None:
         """Let the first worker go on alone as soon as it has all layers."""
-        self._write_plan(0, "down")
+        self.write_plan(0, {**self._plan, "rank": 0, "then": "down"})
 
     def answers(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Get a long answer, and then, after the switch, a sampled one. ``meanwhile`` is called during the first."""
@@ -193,14 +152,14 @@ class Workers:
         """Wait until a number of the first worker's ``stats``, if missing ``absent``, has this value."""
         deadline = time.monotonic() + _START_S
         while (found := self.stats().get(name, absent)) != value:
-            self._check()
+            self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{name} was {found} for {_START_S:.0f} s, not {value}")
             time.sleep(_POLL_S)
 
     def facts(self, rank: int) -> dict[str, Any]:
         """Return a worker's stages, from its timeline. Call it after the workers have ended."""
-        stages = self._stages[rank]
+        stages = self.timelines[rank]
         begin = next(stage.start_ns for stage in stages if stage.name == "exec")
         found: dict[str, Any] = {"stages": {}, "device": ""}
         for stage in stages:
@@ -220,39 +179,16 @@ class Workers:
 
         Call it after the workers have ended.
         """
-        return min((stage.end_ns / 1e9 for stage in self._stages[0] if stage.name == name), default=float("inf"))
+        return min((stage.end_ns / 1e9 for stage in self.timelines[0] if stage.name == name), default=float("inf"))
 
     def all_stages(self) -> list[Stage]:
         """Return the stages of all workers, each with its rank. Call it after the workers have ended."""
         return [
             stage._replace(process=f"worker {rank} {stage.process}")
-            for rank, stages in enumerate(self._stages)
+            for rank, stages in enumerate(self.timelines)
             for stage in stages
             if not stage.process.startswith("worker ") and stage.name != "exec"  # what the leader was told of others
         ]
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers, read their timelines, and remove their folder."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._stages: list[list[Stage]] = []
-        for rank in range(len(self._processes)):
-            path = self._folder / f"{rank}.timeline"
-            lines = path.read_bytes().splitlines() if path.exists() else []
-            self._stages.append([Stage(*json.loads(line)) for line in lines])
-        self._stack.close()
 
 
 def _request(count: int, **params: Any) -> GenerateRequest:

@@ -35,7 +35,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                     decode[size].append(median(stream.gaps()))
                     workers.end()
                     if size == 1:
-                        starts.append(workers.stages(0))
+                        starts.append(workers.timelines[0])
         for size in sizes:
             found.append(row(f"cold-{size}", "ttft_s", "s", ttft[size]))
             found.append(row(f"cold-{size}", "tpot_s", "s", decode[size]))

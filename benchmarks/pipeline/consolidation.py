@@ -41,7 +41,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 with Workers.group(site, size, then="down") as workers:
                     found, beside = _streams(workers, one, options.prompt_tokens, count, params)
                     workers.end()
-                    stages = workers.stages(0)
+                    stages = workers.timelines[0]
                 wrong.append(_differences(found.tokens, expected.tokens))
                 switch = _switch(stages, workers.began)
                 if switch is None or switch > found.times[-1]:

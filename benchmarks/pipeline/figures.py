@@ -40,7 +40,7 @@ def paraserve_4(options: Options) -> Figure:
                 if size > 1:
                     _await(workers, 0, "workers", 1)
                 workers.end()
-                stages[size] = workers.stages(0)
+                stages[size] = workers.timelines[0]
     shown = {name: _length(stages[_SIZE], name) for name in ("form", "gather")}
     found = [
         Line("first token of one worker", first[1], None, "s"),

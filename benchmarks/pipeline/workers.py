@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,17 +20,16 @@ from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.client import EngineClient, TokenStream
+from medusa_runtime.engine.client import TokenStream
 from medusa_runtime.errors import EngineError
 from medusa_runtime.limits import cpu_count
-from medusa_runtime.timeline import Stage
 
 from benchmarks.pipeline.options import Options
+from benchmarks.worker_processes import WorkerProcesses
 
 _PORT = 9100
 _START_S = 120.0
 _PROMPT = tuple(100 + 7 * number % 900 for number in range(4096))
-_EVERY_S = 0.002
 _LINK_BYTES_PER_S = 50e6
 _CORES = 0.9  # the share of the machine for three or more nodes; the rest is for the clients and the origin
 
@@ -107,7 +105,7 @@ class Site:
         return max(parts)
 
 
-class Workers:
+class Workers(WorkerProcesses):
     """Workers of one model that start together. The context manager ends them.
 
     The first worker is on node number ``first``, and each other one on the next node. ``plans`` and ``layers`` have the
@@ -118,18 +116,15 @@ class Workers:
     def __init__(
         self, site: Site, plans: list[dict[str, Any] | None], layers: list[str | None], first: int = 0, **urls: str
     ) -> None:
+        super().__init__()
         self.site = site
-        self.first = first
-        self._stack = ExitStack()
-        self.folder = Path(self._stack.enter_context(_temporary()))
         self.began = time.monotonic()
-        self.processes: list[subprocess.Popen[Any]] = []
         try:
             for rank, plan in enumerate(plans):
-                self.processes.append(self._start(rank, plan, layers[rank], urls))
+                self._start(site.laboratory.nodes[first + rank], plan, layers[rank], urls.get(f"url_{rank}"))
             if site.options.warm:
                 self._go()
-            self.clients = [self._client(rank) for rank in range(len(plans))]
+            self.clients = [self.connect(rank) for rank in range(len(plans))]
         except BaseException:
             self.close()
             raise
@@ -154,32 +149,22 @@ class Workers:
         layers: list[str | None] = [None] * size if live else [*layer_settings(site.ranges(size))]
         return cls(site, list(plans), layers, **urls)
 
-    def _start(
-        self, rank: int, plan: dict[str, Any] | None, layers: str | None, urls: dict[str, str]
-    ) -> subprocess.Popen[Any]:
-        command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent"]
-        command += ["--engine", self.site.options.engine]
-        command += ["--model", urls.get(f"url_{rank}", self.site.url), "--socket", str(self.folder / f"{rank}.sock")]
-        command += ["--timeline", str(self.folder / f"{rank}.timeline")]
-        command += ["--warm"] if self.site.options.warm else []
-        if layers is not None:
-            command += ["--layers", layers]
-        if plan is not None:
-            path = self.folder / f"{rank}.json"
-            path.touch(mode=0o600)
-            path.write_text(json.dumps(plan))
-            command += ["--group", str(path)]
-        log = open(self.folder / f"{rank}.log", "w+b")  # noqa: SIM115 (closed with the stack)
-        self._stack.callback(log.close)
+    def _start(self, node: str, plan: dict[str, Any] | None, layers: str | None, url: str | None) -> None:
+        options = self.site.options
         environment = {**os.environ, "MEDUSA_DEVICE": "cpu", "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "512"}
-        environment["MEDUSA_MAX_BATCHED_TOKENS"] = str(
-            self.site.options.batch_tokens
-        )  # so that a queue is a queue, and not one step
+        environment["MEDUSA_MAX_BATCHED_TOKENS"] = str(options.batch_tokens)  # so that a queue is a queue, not one step
         # Groups of all sizes read in the same way. Otherwise the fetch would try more connections to a slow store.
-        environment["MEDUSA_CONNECTIONS"] = "1" if f"url_{rank}" in urls else "4"
-        node = self.site.laboratory.nodes[self.first + rank]
-        pipe = subprocess.PIPE
-        return self.site.laboratory.popen(node, command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
+        environment["MEDUSA_CONNECTIONS"] = "4" if url is None else "1"
+        self.start(
+            url or self.site.url,
+            ["--engine", options.engine, *(["--warm"] if options.warm else [])],
+            layers=layers,
+            plan=plan,
+            environment=environment,
+            popen=partial(self.site.laboratory.popen, node),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def _go(self) -> None:
         """Wait until all workers are warm, and let them start."""
@@ -192,21 +177,6 @@ class Workers:
             assert process.stdin is not None
             process.stdin.write(b"\n")
             process.stdin.close()
-
-    def _client(self, rank: int) -> EngineClient:
-        path = self.folder / f"{rank}.sock"
-        deadline = time.monotonic() + _START_S
-        while not path.exists():
-            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
-                raise EngineError(f"worker {rank} did not start: {self.log(rank)}")
-            time.sleep(_EVERY_S)
-        client = EngineClient(str(path))
-        client.start()
-        self._stack.callback(client.close)
-        return client
-
-    def log(self, rank: int) -> str:
-        return (self.folder / f"{rank}.log").read_text(errors="replace")[-2000:]
 
     def begin(
         self, rank: int = 0, *, prompt: int, count: int, number: int = 0, so_far: Sequence[int] = (), **params: Any
@@ -228,37 +198,12 @@ class Workers:
     def stats(self, rank: int = 0) -> dict[str, Any]:
         return self.clients[rank].stats()
 
-    def stages(self, rank: int) -> list[Stage]:
-        """Return a worker's timeline. Call it after the worker has ended."""
-        path = self.folder / f"{rank}.timeline"
-        return [Stage(*json.loads(line)) for line in path.read_bytes().splitlines()]
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        """End the workers, and remove their folder."""
-        self.end()
+        super().close()
         for pipe in (pipe for process in self.processes for pipe in (process.stdin, process.stdout)):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # a worker ended before it had read a line
                     pipe.close()
-        self._stack.close()
 
 
 def follow(made: Stream, stream: TokenStream) -> None:
@@ -266,9 +211,3 @@ def follow(made: Stream, stream: TokenStream) -> None:
     for delta in stream:
         made.tokens += delta.token_ids
         made.times += [time.monotonic() - made.began] * len(delta.token_ids)
-
-
-def _temporary() -> Any:
-    import tempfile
-
-    return tempfile.TemporaryDirectory(prefix="medusa-pipeline-")

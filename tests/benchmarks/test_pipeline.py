@@ -99,8 +99,8 @@ def test_workers_that_do_not_start_leave_nothing_behind() -> None:
         laboratory=SimpleNamespace(nodes=["n1", "n2"], popen=popen),
         url="http://origin/model",
     )
-    before = set(Path(gettempdir()).glob("medusa-pipeline-*"))
+    before = set(Path(gettempdir()).glob("medusa-workers-*"))
     with pytest.raises(EngineError, match="worker 0 did not start"):
         Workers(site, [None, None], [None, None])
     assert [process.poll() is not None for process in started] == [True, True]
-    assert set(Path(gettempdir()).glob("medusa-pipeline-*")) == before
+    assert set(Path(gettempdir()).glob("medusa-workers-*")) == before
