@@ -77,7 +77,7 @@ class HostLink:
         self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
         return self.ranges[name]
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: Any = None) -> Arrived:
         assert self.open.wait(60)
         target.copy_(source)
         return Arrived()

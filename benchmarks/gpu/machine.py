@@ -148,7 +148,7 @@ class _HostLink:
     def allocate(self, name: str, size_bytes: int) -> Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> _Arrived:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: Any = None) -> _Arrived:
         target.copy_(source)
         return _Arrived()
 

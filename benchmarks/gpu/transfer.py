@@ -13,6 +13,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.load.upload.link import Link
 from medusa_runtime.load.upload.uploads import Uploads
 from medusa_runtime.load.views import bytes_tensor
+from medusa_runtime.region.file_range import FileRange, OpenFile
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.started import started
@@ -29,7 +30,7 @@ def transfer(machine: Machine, *, total_bytes: int, repeats: int = 5) -> dict[st
     pageable = torch.ones(min(total_bytes, 1 << 30), dtype=torch.uint8)
     found["pageable_gb_s"] = _rate(machine, pageable.nbytes, repeats, lambda: target[: pageable.nbytes].copy_(pageable))
     link = machine.gpu().link  # allocates pinned memory meanwhile: a start opens it before the first bytes come, too
-    found["link"] = _through(machine, link, target, _memfd(total_bytes))
+    found["link"] = _through(machine, link, target, *_memfd(total_bytes))
     return found
 
 
@@ -37,20 +38,21 @@ def _rate(machine: Machine, size: int, repeats: int, work: Any) -> float:
     return size / statistics.median(machine.time_ms(work, repeats)) / 1e6
 
 
-def _memfd(total_bytes: int) -> torch.Tensor:
-    """A complete region's memory, as a reader maps it."""
-    fd = os.memfd_create("transfer")
-    os.ftruncate(fd, total_bytes)
-    with mmap.mmap(fd, total_bytes) as writable:
+def _memfd(total_bytes: int) -> tuple[torch.Tensor, OpenFile]:
+    """A complete region's memory, as a reader maps it, and its file."""
+    file = OpenFile(os.memfd_create("transfer"))
+    os.ftruncate(file.fileno(), total_bytes)
+    with mmap.mmap(file.fileno(), total_bytes) as writable:
         for start in range(0, total_bytes, _PIECE):
             writable[start : start + _PIECE] = bytes([start // _PIECE % 251]) * min(_PIECE, total_bytes - start)
-    memory = mmap.mmap(fd, total_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    os.close(fd)
-    return bytes_tensor(memoryview(memory))
+    memory = mmap.mmap(file.fileno(), total_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    return bytes_tensor(memoryview(memory)), file
 
 
-def _through(machine: Machine, link: Link, target: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
-    """Copy twice. The first time, no page of the source is mapped, as after a fetch by another process."""
+def _through(
+    machine: Machine, link: Link, target: torch.Tensor, source: torch.Tensor, file: OpenFile
+) -> dict[str, Any]:
+    """Copy twice: the first time, the threads and the device have copied nothing yet."""
     seconds = []
     for _ in range(2):
         begin = time.perf_counter()
@@ -58,7 +60,8 @@ def _through(machine: Machine, link: Link, target: torch.Tensor, source: torch.T
         while starts or uploads:
             while starts and uploads.has_room:
                 part = slice(start := starts.pop(0), start + _PIECE)
-                uploads.begin(str(start), target[part], source[part], urgent=False)
+                stored = FileRange(file, start)
+                uploads.begin(str(start), target[part], source[part], urgent=False, stored=stored)
             uploads.wait(lambda: None)
         machine.synchronize()
         seconds.append(time.perf_counter() - begin)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.views import Views
+from medusa_runtime.region.file_range import FileRange
 from medusa_runtime.region.reader import Region
 
 
@@ -52,6 +53,10 @@ class RegionTensors:
         if self._views is None:
             self._views = Views(self.region)
         return self._views.tensor(name, self.region.wait_index().tensors[name])
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Return where a tensor's bytes are in a file; None if it is made of others."""
+        return self.region.file_range(name)
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
         """Note that a module has a tensor. If it was ``copied``, unmap it from this process.

@@ -247,7 +247,7 @@ def test_a_gpu_that_is_full_when_keys_and_values_are_gathered_costs_no_token(
 class BrokenLink(HostLink):
     """Fails as soon as it is ``open``."""
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: Any = None) -> Arrived:
         assert self.open.wait(60)
         raise DeviceError("copying weights to the device: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 

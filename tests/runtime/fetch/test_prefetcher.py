@@ -68,6 +68,8 @@ def check(region: Region) -> None:
         region.wait_tensor(name, timeout_s=120)
         entry = index.tensors[name]
         assert region.shard(entry.shard)[entry.start : entry.stop] == data, name
+        stored = region.file_range(name)
+        assert os.pread(stored.file.fileno(), len(data), stored.offset) == data, name
         assert region.has(name)
 
 
@@ -101,6 +103,14 @@ def test_a_region_is_filled_sealed_and_told(served: Any, region: Region) -> None
         os.pwrite(region.fd, b"x", 0)
     with pytest.raises(TypeError):
         region.shard(0)[0] = 1
+
+
+def test_a_file_range_outlives_its_region(served: Any, region: Region) -> None:
+    fill(region, served.url + "/m")
+    name, (_, _, data) = next(iter(TENSORS.items()))
+    stored = region.file_range(name)
+    region.close()
+    assert os.pread(stored.file.fileno(), len(data), stored.offset) == data
 
 
 def test_the_header_starts_with_the_watermark(served: Any, region: Region) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from medusa_runtime.kernels import build as kernels
 from medusa_runtime.load.upload import cuda_link, staging
 from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
+from medusa_runtime.region.file_range import FileRange, OpenFile
 
 SOURCE = Path(__file__).with_name("fake_copies.c")
 PART = 4 << 20  # PART_BYTES in staging.c
@@ -85,8 +87,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def begin(threads: StagingThreads, target: Bytes, source: Bytes, *, urgent: bool = False) -> Transfer:
-    return threads.begin(target.address, source.address, len(source), urgent=urgent, keep=source)
+def begin(
+    threads: StagingThreads, target: Bytes, source: Bytes, *, urgent: bool = False, stored: FileRange | None = None
+) -> Transfer:
+    return threads.begin(
+        target.address, source.address, len(source), urgent=urgent, stored=stored, keep=(target, source)
+    )
 
 
 def test_every_byte_arrives(fake: Fake) -> None:
@@ -98,6 +104,48 @@ def test_every_byte_arrives(fake: Fake) -> None:
         transfers = [begin(threads, *pair, urgent=number % 3 == 0) for number, pair in enumerate(pairs)]
         until(lambda: all(transfer.done() for transfer in transfers))
         assert [target.get() for target in targets] == [source.get() for source in sources]
+
+
+def file_of(data: bytes) -> OpenFile:
+    file = OpenFile(os.memfd_create("bytes"))
+    os.write(file.fileno(), data)
+    return file
+
+
+def test_bytes_are_read_from_the_file_that_has_them(fake: Fake) -> None:
+    size, offset = 2 * PART + 77, 4097
+    data = random.Random(size).randbytes(offset + size)
+    target, untouched = Bytes(bytes(size)), Bytes(bytes(size))
+    with fake.threads() as threads:
+        transfer = begin(threads, target, untouched, stored=FileRange(file_of(data), offset))
+        until(transfer.done)
+    assert target.get() == data[offset:]
+
+
+def test_what_a_file_does_not_have_is_copied(fake: Fake) -> None:
+    size, there = 2 * PART, PART + 1000
+    source, target = Bytes(random.Random(1).randbytes(size)), Bytes(bytes(size))
+    with fake.threads() as threads:
+        until(begin(threads, target, source, stored=FileRange(file_of(source.get()[:there]), 0)).done)
+    assert target.get() == source.get()
+
+
+def test_a_file_is_open_until_its_bytes_are_copied(fake: Fake) -> None:
+    """A descriptor that was closed may be another file's by the time a thread reads from it."""
+    source, target = Bytes(b"x" * 4 * PART), Bytes(bytes(4 * PART))
+    file = file_of(source.get())
+    descriptor = file.fileno()
+    fake.calls.fake_hold(1)
+    with fake.threads(count=1) as threads:
+        begin(threads, target, Bytes(bytes(4 * PART)), stored=FileRange(file, 0))
+        del file
+        gc.collect()
+        os.fstat(descriptor)
+        fake.calls.fake_hold(0)
+        until(lambda: target.get() == source.get())
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_transfer_is_done_when_the_device_has_read_all_of_it(fake: Fake) -> None:

@@ -49,16 +49,20 @@ class HostLink:
         self.failing = failing
         self.copies: list[HeldCopy] = []
         self.most_running_bytes = 0
-        self.closed = 0
+        self.closed = self.stored = 0
 
     def allocate(self, name: str, size_bytes: int) -> Tensor:
         if self.failing == "memory":
             raise DeviceError(f"expected {size_bytes} bytes for the {name}")
         return torch.full((size_bytes,), 0xEE, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> HeldCopy:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: Any = None) -> HeldCopy:
         if self.failing == "copy":
             raise DeviceError("no copy")
+        if stored is not None:
+            file = os.pread(stored.file.fileno(), source.nbytes, stored.offset)
+            assert file == source.contiguous().view(torch.uint8).numpy().tobytes()
+            self.stored += 1
         self.copies.append(HeldCopy(self, target, source, urgent))
         running = sum(copy.target.nbytes for copy in self.copies if not copy.is_done)
         self.most_running_bytes = max(self.most_running_bytes, running)
@@ -129,6 +133,7 @@ def test_all_of_it_arrives_in_execution_order_in_one_slab(filling: Fill, net: Ne
     with load(filled, module, link) as loader:
         loader.wait()
         assert link.closed == 1, "staging memory is not kept while the engine runs"
+        assert link.stored == len(link.copies), "the link may read every tensor from the region's file"
         slab, layout = loader.wait_slab()
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
     sent = [copy.target.data_ptr() - slab.data_ptr() for copy in link.copies]

@@ -13,6 +13,7 @@ from medusa_runtime.load.quantized.layouts import QuantizedWeight, find_quantize
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.load.views import DTYPES
+from medusa_runtime.region.file_range import FileRange
 from medusa_runtime.region.reader import Region
 
 
@@ -81,6 +82,9 @@ class DequantizedTensors(RegionTensors):
             return super().tensor(name)
         tensors = {part: RegionTensors.tensor(self, full) for part, full in stored.parts.items()}
         return stored.codes(tensors).dequantize(self._dtype)
+
+    def file_range(self, name: str) -> FileRange | None:
+        return None if name in self.wait_index().stored else super().file_range(name)
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
         for part in self._parts(name):

@@ -16,6 +16,7 @@ from medusa_runtime.device.driver import Driver
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
+from medusa_runtime.region.file_range import FileRange
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +83,15 @@ class CudaLink:
                 f"{total >> 20}; use a larger GPU, or end what else runs on this one"
             ) from error
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> CudaCopy:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: FileRange | None = None) -> CudaCopy:
         # Each operation of torch gives up the interpreter's lock, so none is done needlessly.
         if not source.is_contiguous():
-            source = source.contiguous()
+            source, stored = source.contiguous(), None
         raw = target
         if target.dtype is not source.dtype:
             room = self._room_for(source)
             if room is None:
-                source = source.to(target.dtype)
+                source, stored = source.to(target.dtype), None
             else:
                 raw = room
         if self._staging is None:
@@ -98,7 +99,7 @@ class CudaLink:
                 raw.copy_(source)
             return CudaCopy(target, raw, None, self._stream)
         transfer = self._staging.begin(
-            raw.data_ptr(), source.data_ptr(), source.nbytes, urgent=urgent, keep=(source, raw)
+            raw.data_ptr(), source.data_ptr(), source.nbytes, urgent=urgent, stored=stored, keep=(source, raw)
         )
         return CudaCopy(target, raw, transfer, self._stream)
 

@@ -61,7 +61,13 @@ class DeviceLoad:
             for name in backlog.wait_for_arrivals(_NEXT_TENSOR_S) if backlog.pending else ():
                 del backlog.pending[name]
                 begun_ns[name] = time.monotonic_ns()
-                uploads.begin(name, targets[name], tensors.tensor(name), urgent=name in backlog.urgent)
+                uploads.begin(
+                    name,
+                    targets[name],
+                    tensors.tensor(name),
+                    urgent=name in backlog.urgent,
+                    stored=tensors.file_range(name),
+                )
                 if not uploads.has_room:
                     break
         self.close()  # nothing else is copied: its threads and pinned memory are not kept while the engine runs

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from medusa_runtime.region.file_range import FileRange
+
 ALIGNMENT = 512  # bytes; CUDA's own allocations have at least this, and products are fastest with it
 
 
@@ -28,11 +30,12 @@ class Link(Protocol):
         DeviceError if it is full.
         """
 
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Copy:
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: FileRange | None = None) -> Copy:
         """Begin to copy ``source`` (host, any strides, any dtype) into ``target`` (device, contiguous, same shape).
 
         The link holds the source, which must not change until the copy is done. ``urgent`` means that a forward waits
-        for it: it goes before copies that have not begun.
+        for it: it goes before copies that have not begun. ``stored`` says where a file has the source's bytes, which
+        may be read from there.
         """
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from medusa_runtime.compiled_library import LIBRARY
 from medusa_runtime.device.driver import Driver
+from medusa_runtime.region.file_range import FileRange
 
 _FUNCTIONS = {  # the fields of ``struct driver``
     "set_context": "cuCtxSetCurrent",
@@ -40,7 +41,9 @@ class _Transfer(ctypes.Structure):
     _fields_: ClassVar = [
         ("target", ctypes.c_uint64),
         ("source", _POINTER),
-        *((name, _LONG) for name in ("size", "left")),
+        *((name, _LONG) for name in ("size", "offset")),
+        ("file", _INT),
+        ("left", _LONG),
         ("failure", _INT),
         ("taken", _LONG),
         ("next", _POINTER),
@@ -54,10 +57,21 @@ class StagingUnavailableError(Exception):
 class Transfer:
     """Bytes on their way to a device."""
 
-    def __init__(self, threads: StagingThreads, target: int, source: int, size_bytes: int, keep: object) -> None:
-        self.native = _Transfer(target=target, source=source, size=size_bytes, left=size_bytes)
+    def __init__(
+        self,
+        threads: StagingThreads,
+        target: int,
+        source: int,
+        size_bytes: int,
+        stored: FileRange | None,
+        keep: object,
+    ) -> None:
+        file, offset = (-1, 0) if stored is None else (stored.file.fileno(), stored.offset)
+        self.native = _Transfer(
+            target=target, source=source, size=size_bytes, offset=offset, file=file, left=size_bytes
+        )
         self._threads = threads
-        self._keep = keep
+        self._keep = stored, keep
 
     def done(self) -> bool:
         """Return whether all bytes are on the device. Raises DeviceError if they cannot be copied."""
@@ -107,12 +121,22 @@ class StagingThreads:
                 break
             self._threads.append(thread)
 
-    def begin(self, target: int, source: int, size_bytes: int, *, urgent: bool, keep: object) -> Transfer:
+    def begin(
+        self,
+        target: int,
+        source: int,
+        size_bytes: int,
+        *,
+        urgent: bool,
+        keep: object,
+        stored: FileRange | None = None,
+    ) -> Transfer:
         """Begin to copy ``size_bytes`` bytes from the host's address ``source`` to the device's ``target``.
 
-        The bytes must not change until the transfer is done. ``keep`` is what owns them.
+        The bytes must not change until the transfer is done. ``keep`` is what owns them. If they are ``stored`` in a
+        file, they are read from there, as far as it can be read.
         """
-        transfer = Transfer(self, target, source, size_bytes, keep)
+        transfer = Transfer(self, target, source, size_bytes, stored, keep)
         if size_bytes:
             self._transfers = [each for each in self._transfers if each.native.left]
             self._transfers.append(transfer)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from medusa_runtime.load.upload.link import Copy, Link
+from medusa_runtime.region.file_range import FileRange
 
 # Limits how much of the host's memory is held for copies, and of the device's for tensors whose dtype is converted.
 # While another thread computes in Python, a load's thread gets the interpreter's lock every few milliseconds, in each
@@ -41,9 +42,11 @@ class Uploads:
         """Whether another copy may begin."""
         return self._bytes < _IN_FLIGHT_BYTES
 
-    def begin(self, name: str, target: Tensor, source: Tensor, *, urgent: bool) -> None:
-        """Begin to copy ``source`` to ``target``; ``finished`` will report it by its name."""
-        upload = _Upload(name, self._link.copy(target, source, urgent=urgent), source.nbytes)
+    def begin(
+        self, name: str, target: Tensor, source: Tensor, *, urgent: bool, stored: FileRange | None = None
+    ) -> None:
+        """Begin to copy ``source`` to ``target``, as ``Link.copy`` does; ``finished`` will report it by its name."""
+        upload = _Upload(name, self._link.copy(target, source, urgent=urgent, stored=stored), source.nbytes)
         self._running.append(upload)
         self._bytes += upload.size_bytes
 
