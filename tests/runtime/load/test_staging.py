@@ -273,6 +273,12 @@ def test_without_the_compiled_code_the_message_says_how_to_make_it(
         StagingThreads(fake.driver, 1)
 
 
+def test_a_library_of_other_sources_is_not_used(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_INTERFACE", 3)
+    with pytest.raises(StagingUnavailableError, match=r"expected 3, found 2; .*medusa_runtime\.kernels\.build"):
+        StagingThreads(fake.driver, 1)
+
+
 def test_the_structure_is_that_of_the_compiled_code(tmp_path: Path) -> None:
     ours = staging._Transfer
     checks = {"sizeof(struct transfer)": ctypes.sizeof(ours), "PART_BYTES": PART, "SLOTS": SLOTS}

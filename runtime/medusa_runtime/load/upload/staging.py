@@ -14,6 +14,7 @@ from medusa_runtime.compiled_library import LIBRARY
 from medusa_runtime.device.driver import Driver
 from medusa_runtime.region.file_range import FileRange
 
+_INTERFACE = 2  # the version of staging.c's interface
 _FUNCTIONS = {  # the fields of ``struct driver``
     "set_context": "cuCtxSetCurrent",
     "create_stream": "cuStreamCreate",
@@ -93,6 +94,8 @@ class StagingThreads:
         """
         try:
             self._library = ctypes.CDLL(str(LIBRARY))
+            if (found := self._library.medusa_staging_interface()) != _INTERFACE:
+                raise OSError(f"{LIBRARY.name} was built from other sources: expected {_INTERFACE}, found {found}")
             # It takes microseconds, and getting the interpreter's lock again can take milliseconds.
             self._begin: Any = ctypes.PyDLL(str(LIBRARY)).medusa_staging_begin
         except (OSError, AttributeError) as error:
