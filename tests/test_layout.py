@@ -55,7 +55,7 @@ WITHOUT_TORCH = (
 INSIDE_VLLM = tuple(
     f"medusa_vllm.{name}"
     for name in (
-        *("executor", "weights.loader", "cpu.linear", "cpu.ranks", "cpu.worker", "serving.core"),
+        *("executor", "weights.loader", "weights.uploading", "cpu.linear", "cpu.ranks", "cpu.worker", "serving.core"),
         "compatible.loader",
     )
 )

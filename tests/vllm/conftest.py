@@ -6,7 +6,9 @@ import logging
 
 import pytest
 from engine_fixtures import checkpoint, make_checkpoint, serve, serve_region
+from fake_copies import fake, fake_library, link
 from fake_driver import fake_cuda
+from region_fixtures import filling
 from vllm_gpu_parts import manager, parts
 
 
@@ -18,7 +20,11 @@ def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 __all__ = [
     "checkpoint",
+    "fake",
     "fake_cuda",
+    "fake_library",
+    "filling",
+    "link",
     "make_checkpoint",
     "manager",
     "parts",

@@ -1,6 +1,8 @@
 """Run by tests with an interpreter that has vLLM: the same prompt through our engine and through vLLM's own.
 
-python run_vllm.py CHECKPOINT KERNELS → one JSON line on standard output
+python run_vllm.py CHECKPOINT KERNELS [LIBRARY] → one JSON line on standard output
+
+With the LIBRARY of a fake driver, ours takes its weights by a link to that driver's device, as on a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.config import Settings
@@ -67,6 +73,23 @@ def shared_bytes(engine: Any, region: Region) -> int:
     return total
 
 
+@contextmanager
+def linked(library: Path) -> Iterator[list[Any]]:
+    """Yield the tensors that a link to the fake device hands over."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from fake_copies import Fake
+    from medusa_runtime.load.upload.cuda_link import CudaLink
+    from medusa_vllm.weights import loader
+
+    handed: list[Any] = []
+    with (
+        Fake(library).link() as link,
+        patch.object(loader, "link_to", lambda model, config: nullcontext(link)),
+        patch.object(CudaLink, "hand_over", lambda self, room: handed.append(room)),
+    ):
+        yield handed
+
+
 def theirs(checkpoint: str) -> list[int]:
     from vllm import LLM
     from vllm import SamplingParams as VllmParams
@@ -88,6 +111,8 @@ def theirs(checkpoint: str) -> list[int]:
 if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is not the answer
-    answer = ours(*sys.argv[1:3]) | {"theirs": theirs(sys.argv[1])}
+    with linked(Path(sys.argv[3])) if len(sys.argv) > 3 else nullcontext([]) as handed:
+        answer = ours(*sys.argv[1:3]) | {"handed": len(handed)}
+    answer |= {"theirs": theirs(sys.argv[1])}
     os.write(out, json.dumps(answer).encode() + b"\n")
     os._exit(0)

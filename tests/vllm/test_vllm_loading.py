@@ -30,19 +30,19 @@ def written(folder: Path, quantization: str | None) -> Path:
     return Path(module.write_checkpoint(folder, quantization))
 
 
+def run(*arguments: Path | str) -> dict[str, Any]:
+    command = [sys.executable, HERE / "run_vllm.py", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert ran.returncode == 0, ran.stderr
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return answer
+
+
 @pytest.mark.parametrize(("quantization", "kernels"), [(None, "auto"), (None, "library"), ("int8", "auto")])
 def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(
     tmp_path: Path, quantization: str | None, kernels: str
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, HERE / "run_vllm.py", written(tmp_path, quantization), kernels],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert ran.returncode == 0, ran.stderr
-    answer: dict[str, Any] = json.loads(ran.stdout)
+    answer = run(written(tmp_path, quantization), kernels)
     assert answer["tokens"] == answer["theirs"]
     assert answer["reason"] == "length"
     assert len(answer["logprobs"]) == len(answer["tokens"])
@@ -56,3 +56,12 @@ def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(
     elif kernels == "library":
         assert answer["stored"] is None
     assert answer["compilations"] == 0
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tensors_that_are_on_the_device_already_give_the_same_tokens(
+    tmp_path: Path, quantization: str | None, fake_library: Path
+) -> None:
+    answer = run(written(tmp_path, quantization), "library", fake_library)
+    assert answer["tokens"] == answer["theirs"]
+    assert answer["handed"] > 10

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import torch
 from medusa_runtime.checkpoint.order import layers_first
 from medusa_runtime.errors import ModelError
-from medusa_runtime.load.views import Views
 from torch import Tensor, nn
 from vllm.config import replace
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -18,6 +16,7 @@ from ..cpu.linear import use_stored_weights
 from ..lean_imports import avoid_cache_folder
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
+from .uploading import link_to, tensors, uploaded
 
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -43,7 +42,12 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        with self._attached.timeline.stage("apply") as detail, share_weights(model):
+        with (
+            self._attached.timeline.stage("apply") as detail,
+            share_weights(model),
+            link_to(model, model_config) as self._link,
+        ):
+            detail["pinned"] = self._link is not None
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
             ):  # torch.compile cannot trace our kernels
@@ -57,12 +61,13 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"weights are all in one"
             )
         region = self._attached.region
-        index, views = region.wait_index(), Views(region)
+        order = region.wait_index().order
         unused = getattr(source, "is_unused_weight", None) or (lambda name: False)  # from 0.32 on
         layers = layers_of(self.load_config)
-        for name in index.order if layers is None else layers_first(index.order, *layers)[0]:
-            if not unused(name) and not should_skip_weight(name, self.local_expert_ids):
-                region.wait_tensor(name)
-                with torch.device("cpu"):
-                    tensor = views.tensor(name, index.tensors[name])
-                yield source.prefix + name, tensor
+        names = [
+            name
+            for name in (order if layers is None else layers_first(order, *layers)[0])
+            if not unused(name) and not should_skip_weight(name, self.local_expert_ids)
+        ]
+        for name, tensor in tensors(region, names) if self._link is None else uploaded(region, names, self._link):
+            yield source.prefix + name, tensor

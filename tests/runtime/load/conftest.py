@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fake_copies import fake, fake_library, link
 from region_fixtures import filling
 
-__all__ = ["filling"]
+__all__ = ["fake", "fake_library", "filling", "link"]

@@ -89,8 +89,9 @@ class CudaLink:
             source, stored = source.contiguous(), None
         raw = target
         if target.dtype is not source.dtype:
-            room = self._room_for(source)
+            room = self.room_for(source)
             if room is None:
+                self._warn_of_conversion(source)
                 source, stored = source.to(target.dtype), None
             else:
                 raw = room
@@ -103,20 +104,26 @@ class CudaLink:
         )
         return CudaCopy(target, raw, transfer, self._stream)
 
-    def _room_for(self, source: Tensor) -> Tensor | None:
-        """Allocate room on the device for a tensor whose dtype is to be converted there; None if the device is full."""
+    def room_for(self, source: Tensor) -> Tensor | None:
+        """Allocate memory on the device for a copy of a tensor, uninitialized; None if the device is full."""
         try:
             with torch.cuda.stream(self._stream):  # memory that another stream has freed may still be in use there
                 return torch.empty(source.shape, dtype=source.dtype, device=self.device)
         except torch.OutOfMemoryError:
-            if not self._is_full:
-                logger.warning(
-                    "the GPU has no %d MiB free to convert a weight's dtype, so the processor does it, which takes "
-                    "longer; use a larger GPU, a lower --kv-cache-mb, or a checkpoint with the dtype that is used",
-                    -(-source.nbytes >> 20),
-                )
-            self._is_full = True
             return None
+
+    def hand_over(self, room: Tensor) -> None:
+        """Let the current stream use memory from ``room_for``. Once freed, it is not used again before that is done."""
+        room.record_stream(torch.cuda.current_stream(self.device))
+
+    def _warn_of_conversion(self, source: Tensor) -> None:
+        if not self._is_full:
+            logger.warning(
+                "the GPU has no %d MiB free to convert a weight's dtype, so the processor does it, which takes "
+                "longer; use a larger GPU, a lower --kv-cache-mb, or a checkpoint with the dtype that is used",
+                -(-source.nbytes >> 20),
+            )
+        self._is_full = True
 
     def close(self) -> None:
         if self._staging is not None:

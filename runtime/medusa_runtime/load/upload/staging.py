@@ -15,6 +15,7 @@ from medusa_runtime.device.driver import Driver
 from medusa_runtime.region.file_range import FileRange
 
 _INTERFACE = 2  # the version of staging.c's interface
+_TO_MAKE_IT = "`python -m medusa_runtime.kernels.build` makes it"
 _FUNCTIONS = {  # the fields of ``struct driver``
     "set_context": "cuCtxSetCurrent",
     "create_stream": "cuStreamCreate",
@@ -94,12 +95,16 @@ class StagingThreads:
         """
         try:
             self._library = ctypes.CDLL(str(LIBRARY))
-            if (found := self._library.medusa_staging_interface()) != _INTERFACE:
-                raise OSError(f"{LIBRARY.name} was built from other sources: expected {_INTERFACE}, found {found}")
+            found = self._library.medusa_staging_interface()
             # It takes microseconds, and getting the interpreter's lock again can take milliseconds.
             self._begin: Any = ctypes.PyDLL(str(LIBRARY)).medusa_staging_begin
         except (OSError, AttributeError) as error:
-            raise StagingUnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
+            raise StagingUnavailableError(f"{error}; {_TO_MAKE_IT}") from error
+        if found != _INTERFACE:
+            raise StagingUnavailableError(
+                f"{LIBRARY.name} was built from other sources: expected interface {_INTERFACE}, found {found}; "
+                f"{_TO_MAKE_IT}"
+            )
         self._begin.argtypes, self._begin.restype = [_POINTER, ctypes.POINTER(_Transfer), _INT], None
         self._library.medusa_staging_new.restype = _POINTER
         self.driver = driver

@@ -1,0 +1,102 @@
+"""Weights for vLLM on a GPU, which reach its memory by our link.
+
+vLLM would copy each weight from memory that is not pinned, in one thread: at a fifth of the link's rate. So it gets
+tensors that are on the GPU already, as from its own loader for fastsafetensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from medusa_runtime.load.upload.cuda_link import CudaLink
+from medusa_runtime.load.upload.link import Copy
+from medusa_runtime.load.views import Views
+from medusa_runtime.region.file_range import FileRange
+from medusa_runtime.region.reader import Region
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size
+
+_AHEAD_BYTES = 512 << 20  # of the GPU's memory, for tensors that vLLM has not asked for yet
+_COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
+
+
+class StagingLink(Protocol):
+    """What is used of ``CudaLink``."""
+
+    def room_for(self, source: Tensor) -> Tensor | None: ...
+
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: FileRange | None = None) -> Copy: ...
+
+    def hand_over(self, tensor: Tensor) -> None: ...
+
+
+class _Coming(NamedTuple):
+    name: str
+    tensor: Tensor
+    copy: Copy | None  # None: the tensor is the region's own
+
+
+@contextmanager
+def link_to(model: nn.Module, model_config: Any) -> Iterator[CudaLink | None]:
+    """Open a link to the GPU that has all of a model's weights.
+
+    None if they are not on one GPU, and where vLLM's own copies are better: ranks read their slices only, and in sleep
+    mode what is allocated now counts as weights.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    is_on_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    if not is_on_gpu or model_config.enable_sleep_mode or get_tensor_model_parallel_world_size() > 1:
+        yield None
+        return
+    link = CudaLink(devices.pop())
+    try:
+        yield link
+    finally:
+        link.close()
+        torch.cuda.empty_cache()  # what the copies took is of no use to vLLM's streams
+
+
+def tensors(region: Region, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of the region in this order, as views of it, as soon as each is there."""
+    views, entries = Views(region), region.wait_index().tensors
+    for name in names:
+        region.wait_tensor(name)
+        with torch.device("cpu"):
+            tensor = views.tensor(name, entries[name])
+        yield name, tensor
+
+
+def uploaded(region: Region, names: Sequence[str], link: StagingLink) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same as ``tensors``, but on the device. The next ones are copied meanwhile.
+
+    A tensor is still the region's own if the device has no room for a copy.
+    """
+    arrived = tensors(region, names)
+    waiting, coming, ahead = deque(names), deque[_Coming](), 0
+    while waiting or coming:
+        while waiting and ahead < _AHEAD_BYTES and (not coming or region.has(waiting[0])):
+            waiting.popleft()
+            coming.append(_begin(region, link, *next(arrived)))
+            ahead += coming[-1].tensor.nbytes
+        name, tensor, copy = coming.popleft()
+        ahead -= tensor.nbytes
+        if copy is not None:
+            while not copy.done():
+                time.sleep(_COPY_CHECK_S)
+            link.hand_over(tensor)
+        yield name, tensor
+
+
+def _begin(region: Region, link: StagingLink, name: str, source: Tensor) -> _Coming:
+    room = link.room_for(source)
+    if room is None:
+        return _Coming(name, source, None)
+    return _Coming(name, room, link.copy(room, source, urgent=False, stored=region.file_range(name)))
+
+
+__all__ = ["link_to", "tensors", "uploaded"]

@@ -1,0 +1,123 @@
+"""Weights that reach a GPU by our link, before vLLM asks for them. The device is a fake driver in host memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_copies import Fake
+from medusa_runtime.load.upload.cuda_link import CudaLink
+from torch import Tensor, nn
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from medusa_vllm.weights import uploading
+
+pytestmark = pytest.mark.vllm
+
+WEIGHTS = {f"layers.{number}": torch.randn(64, 32, generator=torch.manual_seed(number)) for number in range(6)}
+NAMES = list(WEIGHTS)
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that the current stream may use, in order."""
+    found: list[Tensor] = []
+    monkeypatch.setattr(CudaLink, "hand_over", lambda self, room: found.append(room))
+    return found
+
+
+def same(found: Any) -> None:
+    named = dict(found)
+    assert list(named) == NAMES
+    for name, tensor in named.items():
+        assert torch.equal(tensor, WEIGHTS[name])
+
+
+def test_all_tensors_come_in_order_and_each_is_handed_over(
+    filling: Callable[..., Any], link: Any, handed: list[Tensor]
+) -> None:
+    region = filling(WEIGHTS).complete().region
+    found = list(uploading.uploaded(region, NAMES, link))
+    same(found)
+    assert [tensor.data_ptr() for tensor in handed] == [tensor.data_ptr() for _, tensor in found]
+
+
+def test_the_next_ones_are_copied_while_vllm_uses_one(
+    filling: Callable[..., Any], link: Any, fake: Fake, handed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = WEIGHTS[NAMES[0]].nbytes
+    monkeypatch.setattr(uploading, "_AHEAD_BYTES", 2 * size + 1)
+    region = filling(WEIGHTS).complete().region
+    coming = uploading.uploaded(region, NAMES, link)
+    next(coming)
+    fake.locked.fake_await(3)  # without being asked for, but no more of them
+    assert fake.calls.fake_begun() == 3
+    same([(NAMES[0], WEIGHTS[NAMES[0]]), *coming])
+
+
+def test_a_tensor_is_used_while_the_next_one_has_not_come(
+    filling: Callable[..., Any], link: Any, handed: list[Tensor]
+) -> None:
+    filled = filling(WEIGHTS).lay_out()
+    filled.arrive(NAMES[0])
+    coming = uploading.uploaded(filled.region, NAMES, link)
+    first = next(coming)
+    filled.complete()
+    same([first, *coming])
+
+
+def test_a_full_device_gets_the_regions_own_tensors(
+    filling: Callable[..., Any], link: Any, fake: Fake, handed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, empty, asked = filling(WEIGHTS).complete().region, torch.empty, []
+
+    def on_device(*arguments: Any, **options: Any) -> Tensor:
+        asked.append(arguments)
+        if len(asked) in (2, 3):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 KiB.")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", on_device)
+    same(uploading.uploaded(region, NAMES, link))
+    assert len(handed) == fake.calls.fake_begun() == len(NAMES) - 2
+
+
+def test_an_abandoned_load_leaves_no_copies(filling: Callable[..., Any], fake: Fake, handed: list[Tensor]) -> None:
+    region = filling(WEIGHTS).complete().region
+    with fake.link() as link:
+        next(uploading.uploaded(region, NAMES, link))
+    assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "sleeps", "ranks", "opens"),
+    [
+        (("cuda", "cuda"), False, 1, True),
+        (("cuda", "cpu"), False, 1, False),
+        (("cuda", "meta"), False, 1, False),
+        (("cpu",), False, 1, False),
+        (("cuda",), True, 1, False),
+        (("cuda",), False, 2, False),
+    ],
+)
+def test_a_link_is_opened_to_the_gpu_that_has_all_weights(
+    devices: tuple[str, ...], sleeps: bool, ranks: int, opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [SimpleNamespace(device=torch.device(device, 0) if device == "cuda" else device) for device in devices]
+    for parameter in parameters:
+        parameter.device = torch.device(parameter.device)
+    model: nn.Module = SimpleNamespace(parameters=lambda: iter(parameters))  # type: ignore[assignment]
+    steps: list[str] = []
+    made = SimpleNamespace(close=lambda: steps.append("closed"))
+    monkeypatch.setattr(uploading, "CudaLink", lambda device: steps.append(str(device)) or made)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("emptied"))
+    monkeypatch.setattr(uploading, "get_tensor_model_parallel_world_size", lambda: ranks)
+    with uploading.link_to(model, SimpleNamespace(enable_sleep_mode=sleeps)) as link:
+        assert (link is made) == opens
+    assert steps == (["cuda:0", "closed", "emptied"] if opens else [])
