@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError, RequestError
+from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError, OverloadedError, RequestError
 from ...resource_limits import as_limit_error
 from ...timeline import Timeline
 from ..base import EngineInfo
@@ -22,9 +22,10 @@ _LONG_CHARACTERS = 1 << 16  # a shorter text is tokenized so fast that estimatin
 # length on, where it takes some ten milliseconds, a text is a batch of one, so that other requests go on meanwhile.
 _BATCH_CHARACTERS = 1 << 12
 _BATCH_TOKENS = 1 << 12
-# The most characters of a text, unless the model's context may hold more: each takes 130 to 180 bytes for a while.
+# The most characters of a text, unless the model's context may hold more: each takes 130 to 500 bytes for a while.
 _MOST_CHARACTERS = 1 << 20
 _MOST_TOKENS = 1 << 20  # the most ids to decode, unless the context has more: with their text, each takes 60 bytes
+_TURN_S = 20.0  # how long a long text waits for others, less than a client waits for the answer
 _CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
@@ -45,6 +46,7 @@ class Tokenizer:
         self._tokenizer: Any = None
         self.texts = TokenTexts(self)
         self._longest_piece: int | None = None
+        self._long_text = threading.Lock()
         self._error: MedusaError | None = None
         self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
         if self.present:
@@ -116,7 +118,7 @@ class Tokenizer:
         """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""
         tokenizer = self._for_text()
         text = _without_surrogates(text)
-        with _failures_as_errors():
+        with self._turn(len(text)), _failures_as_errors():
             if len(text) < _BATCH_CHARACTERS:
                 encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             else:
@@ -130,7 +132,7 @@ class Tokenizer:
         Raises RequestError like ``encode``.
         """
         tokenizer = self._for_text()
-        with _failures_as_errors():
+        with self._turn(len(first) + len(second)), _failures_as_errors():
             pair = _without_surrogates(first), _without_surrogates(second)
             if sum(map(len, pair)) < _BATCH_CHARACTERS:
                 encoding = tokenizer.encode(*pair)
@@ -163,6 +165,19 @@ class Tokenizer:
         """Return each token as the vocabulary has it; None for an id without one."""
         tokenizer = self._loaded()
         return [tokenizer.id_to_token(token) for token in token_ids]
+
+    @contextmanager
+    def _turn(self, characters: int) -> Iterator[None]:
+        """Let one long text be tokenized at a time: many at once would take gigabytes. Raises OverloadedError."""
+        if characters <= _LONG_CHARACTERS:
+            yield
+            return
+        if not self._long_text.acquire(timeout=_TURN_S):
+            raise OverloadedError(f"other long texts were tokenized for {_TURN_S:g} s; try again later")
+        try:
+            yield
+        finally:
+            self._long_text.release()
 
     def _for_text(self) -> Any:
         """Return the loaded tokenizer. Raises RequestError without a tokenizer.json."""

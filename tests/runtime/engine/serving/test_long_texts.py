@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from engine_fixtures import byte_level_tokenizer
 from medusa_runtime.engine.base import EngineInfo
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.errors import LimitError, RequestError
+from medusa_runtime.errors import LimitError, OverloadedError, RequestError
 from medusa_runtime.timeline import Timeline
 
 TEXT = "It's a text, naïve 😀, of many words and 12345 numbers.\n\tNext line. " * 6000
@@ -82,6 +83,52 @@ def test_a_text_has_a_largest_size(tokenizer: Tokenizer) -> None:
     tokenizer.check_size("a" * (8 << 20), 1 << 20)
     with pytest.raises(RequestError, match="input: expected at most 8388608 characters"):
         tokenizer.check_size("a" * (9 << 20), 1 << 20, name="input")
+
+
+MANY = """
+import sys, threading
+from pathlib import Path
+from medusa_runtime.engine.serving.tokenizer import Tokenizer
+from medusa_runtime.timeline import Timeline
+
+
+def peak_kib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+tokenizer = Tokenizer(Path(sys.argv[1]).read_bytes(), Timeline.create("test"))
+text = "\N{GRINNING FACE}" * (1 << 17)
+tokenizer.encode("a", True)
+peaks = [peak_kib()]
+for count in (1, 8):
+    threads = [threading.Thread(target=tokenizer.encode, args=(text, True)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    peaks.append(peak_kib())
+print(*peaks)
+"""
+
+
+def test_many_long_texts_take_little_more_memory_than_one(tmp_path: Path) -> None:
+    """Twelve of 4 MB at once, none of which was answered in time, once took 7 GB of the engine's memory."""
+    (tmp_path / "tokenizer.json").write_text(byte_level_tokenizer().to_str())
+    command = [sys.executable, "-c", MANY, str(tmp_path / "tokenizer.json")]
+    before, one, many = map(int, subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split())
+    assert many - before < 3 * (one - before)
+
+
+def test_a_long_text_that_waits_too_long_for_others_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_runtime.engine.serving.tokenizer._TURN_S", 0.0)
+    with tokenizer._turn(len(TEXT)):
+        assert tokenizer.encode(TEXT[:1000], True)
+        with pytest.raises(OverloadedError, match="other long texts were tokenized"):
+            tokenizer.encode(TEXT, True)
+    assert tokenizer.encode(TEXT, True)
 
 
 def test_a_request_for_text_has_a_largest_number_of_ids(tokenizer: Tokenizer) -> None:
