@@ -243,13 +243,19 @@ def test_requests_from_a_store_and_from_stdin(batch: Callable[..., Any], tmp_pat
     assert sorted(one["custom_id"] for one in results(output)) == ["a", "b", "c"]
 
 
-def test_a_signal_ends_it_while_stdin_is_silent(batch: Callable[..., Any], tmp_path: Path) -> None:
-    process = batch("-i", "-", "-o", "out.jsonl", stdin=subprocess.PIPE)
-    process.stdin.write(json.dumps(request("a")) + "\n")
-    process.stdin.flush()
-    until(lambda: (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 143
+@pytest.mark.parametrize("place", ["-", "pipe"])
+def test_a_signal_ends_it_while_its_input_is_silent(batch: Callable[..., Any], tmp_path: Path, place: str) -> None:
+    """A named pipe that nobody had opened to write to was once waited for without an end."""
+    output = tmp_path / "out.jsonl"
+    os.mkfifo(tmp_path / "pipe")
+    process = batch("-i", place, "-o", "out.jsonl", stdin=subprocess.PIPE)
+    until(output.exists)
+    with contextlib.nullcontext(process.stdin) if place == "-" else open(tmp_path / place, "w") as pipe:
+        pipe.write(json.dumps(request("a")) + "\n")
+        pipe.flush()
+        until(lambda: output.read_bytes().count(b"\n") == 1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 143
 
 
 @pytest.mark.parametrize(

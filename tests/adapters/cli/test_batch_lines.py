@@ -67,6 +67,15 @@ def test_a_result_is_one_line_whatever_the_server_sends() -> None:
         assert (found["custom_id"], found["error"], lines.key_of(line)) == ('a"\n', None, 'a"\n')
 
 
+def test_custom_ids_that_are_no_unicode_stay_different() -> None:
+    """Each lone surrogate was once written as a question mark, so that --resume skipped the request of that name."""
+    for custom_id in ("\ud800", "\ud801", "?", "\U0001f600"):
+        request = parse_request(1, json.dumps(GOOD | {"custom_id": custom_id, "body": {"prompt": custom_id}}).encode())
+        assert json.loads(request.body) == {"prompt": custom_id}
+        for line in (lines.result(custom_id, 200, "id", b"{}"), lines.failure(custom_id, "connection_lost", "x")):
+            assert lines.key_of(line) == custom_id
+
+
 def test_a_failed_request_is_known_by_its_id_and_a_bad_line_by_its_number() -> None:
     assert lines.key_of(lines.failure("a", "connection_lost", "line 3: x")) == "a"
     for custom_id in (None, "a"):

@@ -77,6 +77,21 @@ def test_nothing_is_written_behind_a_line_that_does_not_fit(tmp_path: Path) -> N
     assert (found, output.read_bytes()) == (["a"], LINE * 2)
 
 
+@pytest.mark.parametrize("text", ["notes in one line", '{"custom_id": "a", "method": "POST"', '["', "\0"])
+def test_a_file_that_is_no_output_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    """A file of one line without an end, such as the input itself, was once taken for a line that was cut off."""
+    output = tmp_path / "notes"
+    output.write_text(text)
+    with pytest.raises(ConfigError, match="expected results of a batch, found something else in line 1"):
+        begin(output, resume=True)
+    assert output.read_text() == text
+    for cut in (LINE[:3], LINE[:7], LINE[:60], b' {"id" : "a', b""):
+        output.write_bytes(LINE + cut)
+        sink, found = begin(output, resume=True)
+        sink.close()
+        assert (found, output.read_bytes()) == (["a"], LINE)
+
+
 def test_an_object_is_begun_with_its_first_result(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     output = tmp_path / "out.jsonl"

@@ -91,6 +91,11 @@ def key_of(line: bytes) -> str:
     return custom_id
 
 
+def may_become_result(begun: bytes) -> bool:
+    """Return whether the whole line of what has ``begun`` may be a result."""
+    return b'{"id":'.startswith(b"".join(begun[:100].split())[:6])
+
+
 def bad_line_key(message: str) -> str:
     """Return what names a line that is no request, by its error's message, which has its number. No custom_id is so.
 
@@ -128,7 +133,10 @@ def _one_line(body: bytes) -> bytes:
 
 
 def _compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # lone surrogates stay what they are: two custom_ids may differ in nothing else
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _refuse_constant(name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from medusa_runtime.errors import ConfigError, StorageError
 from medusa_runtime.storage.base import scheme_of
 
-from .lines import key_of
+from .lines import key_of, may_become_result
 
 NoteId = Callable[[str], bool]  # returns whether the key is new
 
@@ -115,20 +115,25 @@ def note_ids(file: Any, name: str, note: NoteId) -> int:
 def whole_lines(file: Any, name: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield where each whole line of a file of results begins and ends, and its key, or None for an empty line.
 
-    Raises ConfigError if a line is no result.
+    Raises ConfigError if a line is no result, nor the beginning of one.
     """
     start = 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
-            return
+            if may_become_result(line):
+                return
+            raise _no_results(name, number)
         try:
             key = key_of(line) if line.strip() else None
         except (ValueError, RecursionError):
-            raise ConfigError(
-                f"{name}: expected results of a batch, found something else in line {number}; choose another file"
-            ) from None
+            raise _no_results(name, number) from None
         yield start, start + len(line), key
         start += len(line)
+
+
+def _no_results(name: str, number: int) -> ConfigError:
+    text = f"expected results of a batch, found something else in line {number}; choose another file"
+    return ConfigError(f"{name}: {text}")
 
 
 def there_are_results(name: str) -> ConfigError:

@@ -35,7 +35,9 @@ class Source:
             self._file = sys.stdin.buffer
         elif not scheme_of(place):
             try:
-                self._file = open(Path(place).expanduser(), "rb")  # noqa: SIM115 closed in close
+                # Without waiting: a pipe may have no writer yet, and a signal would not end that wait.
+                number = os.open(Path(place).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._file = open(number, "rb")  # noqa: SIM115 closed in close
             except OSError as error:
                 raise ConfigError(
                     f"{place}: expected a file with requests that can be read: {error.strerror}"
