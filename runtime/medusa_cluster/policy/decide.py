@@ -17,7 +17,7 @@ from .fetches import Fetches, is_target
 from .index import Index
 from .moves import Moves
 from .placement import Placement
-from .pool import restore
+from .pool import restore_touched
 from .scaling import Bounds
 from .schemes import Schemes
 from .sharing import share
@@ -30,7 +30,6 @@ from .state import (
     Decision,
     Deployment,
     Instance,
-    Pace,
     Processor,
     RequestNodes,
     ResumeInstance,
@@ -149,10 +148,10 @@ class _Tick:
         for count in sorted(counts, key=self._choice):
             self._adjust(count)
         self._end_orphans()
-        paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
+        slower, paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
         groups = self._consolidate()
         fetches = [*self._fetches.repair(), *self._fetches.decide()]
-        decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
+        decisions: list[Decision] = [*slower, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
         if requested != self._memory.requested:
             decisions.append(requested)
         waiting = self._waiting(asked)
@@ -160,7 +159,7 @@ class _Tick:
         memory = Memory(
             counted,
             self._deadlines,
-            _paces(self._memory.paces, paces),
+            paces,
             frozenset(consolidated & self._index.groups.keys()),
             requested,
             idle,
@@ -430,20 +429,11 @@ class _Tick:
     def _keep_pool(self) -> list[Decision]:
         if not self._options.pool:
             return []
-        index = self._index
-        looked_at = None if index.joined or index.touched is None else index.touched
-        if looked_at is not None and index.roomier:
-            looked_at = looked_at | index.waiting
-        found = restore(index, self._state.nodes, self._catalog.by_url, looked_at)
-        open_ = {*found.fetches, *(change.url for change in found.changes)}
-        index.joined &= bool(open_)
-        index.touched = open_
-        index.waiting = found.waiting if looked_at is None or index.roomier else index.waiting | found.waiting
-        index.roomier = False
+        found = restore_touched(self._index, self._state.nodes, self._catalog.by_url)
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free
-                self._fetches.request(node, url, pin=not index.is_short, reason="the parameter pool lacks it")
+                self._fetches.request(node, url, pin=not self._index.is_short, reason="the parameter pool lacks it")
                 busy.add(node)
         return list(found.changes)
 
@@ -488,13 +478,3 @@ _REPLACED = "its model was replaced in the store"
 def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:
     """Return a sort key for ending instances: starting and deserted ones first, then by requests, then young ones."""
     return instance.state == "ready" and not instance.deserted, instance.running, -instance.since_s, instance.id
-
-
-def _paces(last: Mapping[str, float], changes: list[Pace]) -> dict[str, float]:
-    paces = dict(last)
-    for change in changes:
-        if change.bytes_per_s is None:
-            paces.pop(change.node, None)
-        else:
-            paces[change.node] = change.bytes_per_s
-    return paces

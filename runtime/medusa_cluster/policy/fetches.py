@@ -68,8 +68,10 @@ class Fetches:
             repaired.append(Fetch(name, url, left, copy.pinned, copy.layers, "a source is gone"))
         return repaired
 
-    def paces(self, fraction: float, last: Mapping[str, float]) -> list[Pace]:
-        """Return new limits for nodes that send weights beside serving traffic. ``last`` are the current limits.
+    def paces(self, fraction: float, last: Mapping[str, float]) -> tuple[list[Pace], dict[str, float]]:
+        """Return the changes of limits for nodes that send weights beside serving traffic, and all that hold then.
+
+        ``last`` are the current limits.
 
         A paced stream leaves the link's queue empty, so serving traffic goes first, without privileges.
         """
@@ -79,7 +81,9 @@ class Fetches:
             if node is not None and (node.serves_out or any(instance.running for instance in node.instances)):
                 limits[name] = node.link_bytes_per_s * fraction
         changed = [Pace(name, limit) for name, limit in limits.items() if last.get(name) != limit]
-        return changed + [Pace(name, None) for name in last if name not in limits and name in self.nodes]
+        ended = [Pace(name, None) for name in last if name not in limits and name in self.nodes]
+        gone = {name: limit for name, limit in last.items() if name not in self.nodes}
+        return changed + ended, gone | limits
 
     def _routed(self, deployment: Deployment, wanted: dict[str, Fetch], feeding: dict[str, int]) -> list[Fetch]:
         url = deployment.url

@@ -85,6 +85,19 @@ def restore(
     return Restoration(fetches, tuple(changes), waiting)
 
 
+def restore_touched(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> Restoration:
+    """Call ``restore`` for the models that may need it since the last call, and note in ``index`` which are left."""
+    looked_at = None if index.joined or index.touched is None else index.touched
+    if looked_at is not None and index.roomier:
+        looked_at = looked_at | index.waiting
+    found = restore(index, nodes, by_url, looked_at)
+    index.touched = {*found.fetches, *(change.url for change in found.changes)}
+    index.joined &= bool(index.touched)
+    index.waiting = found.waiting if looked_at is None or index.roomier else index.waiting | found.waiting
+    index.roomier = False
+    return found
+
+
 def spread(
     index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment], *, evicts: bool = True
 ) -> dict[str, str]:
