@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from medusa_runtime.timeline import Stage
 
@@ -42,8 +42,8 @@ class ServedInstance(Process):
     """A server in a process of its own, from its exec until nothing of it is left; a context manager.
 
     ``command`` is that of `medusa serve` (see ``serve_command``), which prints the port that it found free, or of
-    another server, on the given ``port``. Requests may be sent at once: they wait until the port accepts. See Process
-    for the other parameters.
+    another server, on the given ``port``. Requests may be sent at once: they wait until the port accepts. Stdout and
+    stderr go to ``log``, a file of the caller's, or to a temporary one. See Process for the other parameters.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class ServedInstance(Process):
         start_timeout_s: float = _START_TIMEOUT_S,
         inherit: bool = True,
         folder: Path | None = None,
+        log: BinaryIO | None = None,
         tied: bool = True,
     ) -> None:
         self._port = port
         self._has_accepted = False
         self._start_timeout_s = start_timeout_s
-        log = tempfile.TemporaryFile()  # noqa: SIM115 (Process closes it)
+        log = log or tempfile.TemporaryFile()  # noqa: SIM115 (Process closes it)
         # The address must not wait in a buffer.
         env = {"PYTHONUNBUFFERED": "1", "MEDUSA_LOG_FORMAT": "text"} | dict(env or {})
         super().__init__(command, env, inherit=inherit, folder=folder, log=log, tied=tied)
