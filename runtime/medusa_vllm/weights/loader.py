@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.checkpoint.order import layers_first
 from medusa_runtime.errors import ModelError
@@ -18,13 +18,18 @@ from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
 from .uploading import link_to, tensors, uploaded
 
+if TYPE_CHECKING:
+    from medusa_runtime.load.upload.cuda_link import CudaLink
+
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
     """The loader for ``load_format="medusa"``. Names, quantization, checks and slices for ranks are vLLM's.
 
     It reads views of tensors, so a rank that takes a slice touches only that slice's pages. A process with a range of
-    layers does not wait for other layers.
+    layers does not wait for other layers. On a GPU, tensors are copied there by a link meanwhile.
     """
+
+    _link: CudaLink | None = None  # while weights are loaded
 
     def __init__(self, load_config: Any) -> None:
         # vLLM's class refuses settings that it does not know.
@@ -45,14 +50,18 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         with (
             self._attached.timeline.stage("apply") as detail,
             share_weights(model),
-            link_to(model, model_config) as self._link,
+            link_to(model, model_config) as link,
         ):
-            detail["pinned"] = self._link is not None
+            detail["pinned"] = link is not None
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
             ):  # torch.compile cannot trace our kernels
                 detail["stored"] = use_stored_weights(model)
-            super().load_weights(model, model_config)
+            self._link = link
+            try:
+                super().load_weights(model, model_config)
+            finally:
+                self._link = None
 
     def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, Tensor], None, None]:
         if source.model_or_path != self._model:
