@@ -162,13 +162,13 @@ def read(path: Path, key: str) -> bytes:
         )
 
 
-def apt_mirrors() -> list[str]:
+def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
     """Return this machine's apt sources (deb822 stanzas) for the base's release, except the public ones.
 
     Only sources with Debian's own keys, or without a key, are used. The base does not have the files of other keys.
     """
     found = []
-    for path in sorted(Path("/etc/apt/sources.list.d").glob("*.sources")):
+    for path in sorted(root.glob("sources.list.d/*.sources")):
         for stanza in re.split(r"\n\s*\n", path.read_text()):
             lines = [line for line in stanza.splitlines() if line.strip() and not line.startswith("#")]
             fields = dict(re.findall(r"(?m)^([\w-]+):[ \t]*(.*)$", "\n".join(lines)))
