@@ -168,25 +168,29 @@ def _inputs(vocab_size: int | None) -> dict[str, Any]:
     return {"anyOf": [*one["anyOf"], {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}]}
 
 
-def _embeddings(vocab_size: int | None) -> dict[str, Any]:
+def _vectors(vocab_size: int | None) -> dict[str, Any]:
     own = {"encoding_format": {"enum": ["float", "base64", None]}, "dimensions": _or_null(_COUNT)}
-    return _pooled({"input": _inputs(vocab_size)}, **own)
+    return {"/v1/embeddings": _pooled({"input": _inputs(vocab_size)}, **own)}
 
 
-def _labels(vocab_size: int | None) -> dict[str, Any]:
-    documents = {"type": "array", "minItems": 1, "maxItems": 2048, "items": _INPUT}
-    order = _pooled({"query": _INPUT, "documents": documents}, top_n=_or_null({"type": "integer", "minimum": 0}))
-    ranking = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), order)
-    return {"/classify": _pooled({"input": _inputs(vocab_size)}), **ranking}
+def _fits() -> dict[str, Any]:
+    texts = {"type": "array", "minItems": 1, "maxItems": 2048, "items": _INPUT}
+    either = {"anyOf": [_INPUT, texts]}
+    order = _pooled({"query": _INPUT, "documents": texts}, top_n=_or_null({"type": "integer", "minimum": 0}))
+    scores = dict.fromkeys(_SCORES, _pooled({"text_1": either, "text_2": either}))
+    return scores | dict.fromkeys(_RANKINGS, order)
 
 
+_SCORES = ("/score", "/v1/score")
+_RANKINGS = ("/rerank", "/v1/rerank", "/v2/rerank")
 _SUMMARIES = {
     "/v1/completions": "A completion",
     "/v1/chat/completions": "A chat",
     "/v1/responses": "A response",
     "/v1/embeddings": "Vectors",
     "/classify": "The labels of texts",
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Documents by how well they fit a query"),
+    **dict.fromkeys(_SCORES, "How well texts fit"),
+    **dict.fromkeys(_RANKINGS, "Documents by how well they fit a query"),
 }
 
 
@@ -222,13 +226,14 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     """
     info = service.engine.info if service.engine is not None else None
     vocab_size = None if info is None else info.vocab_size
-    embeds = {"/v1/embeddings": _embeddings(vocab_size)}
+    embeds = _vectors(vocab_size) | _fits()
+    labels = {"/classify": _pooled({"input": _inputs(vocab_size)})} | _fits()
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
     if not service.can_relay:
         writes["/v1/responses"] = _RESPONSE
     if info is None:
         return writes | embeds
-    return {"encoder": embeds, "classifier": _labels(vocab_size)}.get(info.architecture, writes)
+    return {"encoder": embeds, "classifier": labels}.get(info.architecture, writes)
 
 
 def _model_paths(service: Service) -> dict[str, Any]:

@@ -185,6 +185,13 @@ def classify_texts(service: Service, body: Body, is_disconnected: Callable[[], b
     return _run_pooling(classify, "classifiers", fields.CLASSIFY, service, body, is_disconnected)
 
 
+def score_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer a request for how well texts fit."""
+    from .ranking import score
+
+    return _run_pooling(score, "classifiers", fields.SCORE, service, body, is_disconnected)
+
+
 def rerank_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the documents that belong to a query."""
     from .ranking import rerank

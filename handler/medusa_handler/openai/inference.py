@@ -24,8 +24,9 @@ _Call = Callable[["Service", Body, Callable[[], bool]], Response]
 def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a JSON body like the route that it fits. Any other body is a prompt.
 
-    ``messages`` make it a chat, and ``query`` with ``documents`` a ranking. Of an ``input``, a classifier has the
-    labels, an encoder a vector, and any other model a response to it. The rest are completions.
+    ``messages`` make it a chat, ``query`` with ``documents`` a ranking, and ``text_1`` with ``text_2`` a score. Of an
+    ``input``, a classifier has the labels, an encoder a vector, and any other model a response to it. The rest are
+    completions.
     """
     if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return _answer(service, as_json_object(called.body), is_disconnected)
@@ -44,6 +45,8 @@ def _answer(service: Service, body: dict[str, object], is_disconnected: Callable
         answer, target = calls.complete_chat, "/v1/chat/completions"
     elif "documents" in body and "query" in body:
         answer, target = calls.rerank_texts, "/rerank"
+    elif "text_1" in body and "text_2" in body:
+        answer, target = calls.score_texts, "/score"
     elif "input" in body:
         answer, target = _of_input(service, is_disconnected)
     else:

@@ -1,8 +1,14 @@
-"""/classify and /rerank: the results of a sequence classifier, in the form of vLLM's answers."""
+"""/classify, /score and /rerank, in the form of vLLM's answers.
+
+How well two texts fit is what a sequence classifier with one label says of the pair, or the cosine of an encoder's
+vectors.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
     from ..service import Service
 
 _MOST_DOCUMENTS = 2048
+# The names that vLLM has for the two sides of /score.
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 def classify(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
@@ -44,29 +52,75 @@ def classify(service: Service, body: Body, model: str, is_disconnected: Callable
     )
 
 
+def score(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer with how well each text fits another one. Raises as ``classify`` does."""
+    first, second = next((names for names in _PAIRS if names[1] in body), _PAIRS[0])
+    queries, documents = _texts(body, first), _texts(body, second)
+    if len(queries) not in (1, len(documents)):
+        raise invalid(first, f"one text, or as many as {second} has ({len(documents)})", len(queries))
+    scores, usage = _fits(service, body, queries, documents, is_disconnected)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return jsonify(
+        {
+            "id": f"score-{os.urandom(16).hex()}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": data,
+            "usage": usage,
+        }
+    )
+
+
 def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
-    """Answer with the documents that fit a query best, by a classifier with one label."""
-    query, documents = body.get("query"), body.get("documents")
+    """Answer with the documents that fit a query best. Raises as ``classify`` does."""
+    query = body.get("query")
     if not isinstance(query, str) or not query:
         raise invalid("query", "a text that is not empty", query)
-    if not isinstance(documents, list) or not documents or not all(isinstance(one, str) and one for one in documents):
-        raise invalid("documents", "a list of texts, none of them empty", documents)
-    if len(documents) > _MOST_DOCUMENTS:
-        raise invalid("documents", f"at most {_MOST_DOCUMENTS} of them", len(documents))
+    if isinstance(body.get("documents"), str):
+        raise invalid("documents", "a list of texts, none of them empty", body["documents"])
+    documents = _texts(body, "documents")
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
-    pairs: list[Input] = [(query, document) for document in documents]
-    found = embeddings(service.model, pairs, is_disconnected, truncate=truncation(body), classify=True)
-    scores = [floats(vector.data) for vector in found]
-    if len(scores[0]) != 1:
-        raise invalid("model", "a classifier with one label, for /rerank", f"one with {len(scores[0])}")
-    order = sorted(range(len(documents)), key=lambda number: -scores[number][0])[:top]
+    scores, usage = _fits(service, body, [query], documents, is_disconnected)
     results = [
-        {"index": number, "document": {"text": documents[number]}, "relevance_score": scores[number][0]}
-        for number in order
+        {"index": number, "document": {"text": documents[number]}, "relevance_score": scores[number]}
+        for number in sorted(range(len(documents)), key=lambda number: -scores[number])[:top]
     ]
+    return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage, "results": results})
+
+
+def _texts(body: Body, name: str) -> list[str]:
+    value: Any = body.get(name)
+    found: list[str] = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(one, str) and one for one in found):
+        raise invalid(name, "a text or a list of texts, none of them empty", value)
+    if len(found) > _MOST_DOCUMENTS:
+        raise invalid(name, f"at most {_MOST_DOCUMENTS} of them", len(found))
+    return found
+
+
+def _fits(
+    service: Service, body: Body, queries: list[str], documents: list[str], is_disconnected: Callable[[], bool]
+) -> tuple[list[float], dict[str, int]]:
+    """Return how well each document fits its query, or the only one, and the answer's ``usage``."""
+    classifies = service.model.wait_info(is_disconnected).architecture == "classifier"
+    all_queries = queries * (len(documents) // len(queries))
+    asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
+    found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
+    vectors = [floats(vector.data) for vector in found]
     tokens = sum(vector.tokens for vector in found)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage, "results": results})
+    if not classifies:
+        first, second = vectors[: len(queries)], vectors[len(queries) :]
+        return [_cosine(*pair) for pair in zip(first * (len(second) // len(first)), second, strict=True)], usage
+    if len(vectors[0]) != 1:
+        raise invalid("model", "a classifier with one label, or an encoder", f"one with {len(vectors[0])} labels")
+    return [vector[0] for vector in vectors], usage
+
+
+def _cosine(one: list[float], other: list[float]) -> float:
+    length = math.hypot(*one) * math.hypot(*other)
+    return sum(map(operator.mul, one, other)) / length if length else 0.0
 
 
 def _labels(service: Service) -> dict[str, Any]:

@@ -350,9 +350,9 @@ class _Connection:
     def _unsupported(self, method: str, arguments: dict[str, Any]) -> RequestError:
         if method.endswith("_adapter"):
             return RequestError("adapters need a model that continues text, and --engine torch", "model")
-        wanted = "embeddings expected an encoder such as BERT"
+        wanted = "embeddings and scores expected an encoder such as BERT"
         if arguments.get("classify"):
-            wanted = "/classify and /rerank expected a sequence classifier"
+            wanted = "/classify expected a sequence classifier"
         return RequestError(
             f"the {self._engine.info.engine} engine continues text; for {wanted} as --model, with --engine torch"
         )

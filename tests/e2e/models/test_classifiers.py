@@ -111,6 +111,11 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     assert post("/", {"query": "the cat", "documents": TEXTS, "top_n": 2})[1]["results"] == ranked["results"]
     assert post("/v1/embeddings", {"input": "a"})[0] == 400
     assert post("/rerank", {"query": "a"})[0] == 400
+    status, scored = post("/v1/score", {"text_1": "the cat", "text_2": TEXTS})
+    assert (status, [one["score"] for one in scored["data"]]) == (200, pytest.approx(wanted, rel=1e-4))
+    assert scored["usage"] == ranked["usage"]
+    assert post("/score", {"queries": ["the cat", "the cat"], "documents": TEXTS})[1]["data"] == scored["data"]
+    assert post("/", {"text_1": "the cat", "text_2": TEXTS})[1]["data"] == scored["data"]
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
-    assert {"/classify", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
+    assert {"/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
     assert not {"/v1/completions", "/v1/embeddings"} & set(described)

@@ -106,7 +106,31 @@ def test_forms_of_request(start: Start, tmp_path: Path) -> None:
     )
     many = rows(ask(input=[TEXTS[n % 3] for n in range(150)]))
     torch.testing.assert_close(many, expected[[n % 3 for n in range(150)]], rtol=0, atol=1e-5)
-    assert "/v1/embeddings" in serving.request("GET", "/openapi.json")[1]["paths"]
+    paths = set(serving.request("GET", "/openapi.json")[1]["paths"])
+    assert {"/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= paths
+
+
+def test_texts_that_fit_have_similar_vectors(start: Start, tmp_path: Path) -> None:
+    serving = start("--model", write_encoder(tmp_path / "m", "cls", unit=False))
+    vectors = reference(tmp_path / "m", TEXTS, "cls", unit=False)
+    wanted = torch.nn.functional.cosine_similarity(vectors[:1], vectors).tolist()
+
+    def ask(path: str, **body: Any) -> Any:
+        status, answer, _ = serving.request("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    scored = ask("/score", text_1=TEXTS[0], text_2=TEXTS)
+    assert [one["score"] for one in scored["data"]] == pytest.approx(wanted, abs=1e-5)
+    assert [one["index"] for one in scored["data"]] == [0, 1, 2]
+    assert (scored["object"], scored["model"]) == ("list", "m")
+    assert scored["usage"] == {"prompt_tokens": 5 + 5 + 14 + 3, "total_tokens": 5 + 5 + 14 + 3}
+    for first, second in (("data_1", "data_2"), ("queries", "items"), ("queries", "documents")):
+        pairs = ask("/v1/score", **{first: [TEXTS[0]] * 3, second: TEXTS})
+        assert [one["score"] for one in pairs["data"]] == pytest.approx(wanted, abs=1e-5)
+    ranked = ask("/rerank", query=TEXTS[0], documents=TEXTS[1:])["results"]
+    assert [one["index"] for one in ranked] == sorted((0, 1), key=lambda index: -wanted[index + 1])
+    assert ranked[0]["relevance_score"] == pytest.approx(max(wanted[1:]), abs=1e-5)
 
 
 def test_bad_requests(start: Start, tmp_path: Path) -> None:
@@ -129,6 +153,16 @@ def test_bad_requests(start: Start, tmp_path: Path) -> None:
     assert "dimensions: expected" in refused(input="a", dimensions=0)
     assert 'encoding_format: expected float or base64, found "hex"' in refused(input="a", encoding_format="hex")
     assert 'the model "gpt" does not exist' in refused(input="a", model="gpt")
+    texts = "a text or a list of texts, none of them empty"
+    assert refused("/score", text_2="a") == f"text_1: expected {texts}, found nothing"
+    assert refused("/score", text_1="a", text_2=[]) == f"text_2: expected {texts}, found []"
+    assert refused("/v1/score", data_1="a", data_2=["b", ""]).startswith(f"data_2: expected {texts}")
+    assert refused("/score", queries="a", documents={"content": []}).startswith(f"documents: expected {texts}")
+    assert "items: expected at most 2048 of them, found 2049" in refused("/score", queries="a", items=["b"] * 2049)
+    uneven = refused("/score", text_1=["a", "b"], text_2=["a", "b", "c"])
+    assert uneven == "text_1: expected one text, or as many as text_2 has (3), found 2"
+    assert "top_n" in refused("/score", text_1="a", text_2="b", top_n=1)
+    assert refused("/rerank", query="a", documents="b").startswith("documents: expected a list of texts")
     assert "makes embeddings and continues no text" in refused("/v1/completions", prompt="a cat")
     status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "a cat"})
     assert status == 200
@@ -139,10 +173,10 @@ def test_a_decoder_makes_no_embeddings(start: Start, example: Path) -> None:
     serving = start("--model", example)
     status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "def"})
     assert status == 400
-    assert "continues text; for embeddings expected an encoder" in answer["error"]["message"]
+    assert "continues text; for embeddings and scores expected an encoder" in answer["error"]["message"]
     status, answer, _ = serving.request("POST", "/classify", {"input": "def"})
     assert status == 400
-    assert "for /classify and /rerank expected a sequence classifier" in answer["error"]["message"]
+    assert "for /classify expected a sequence classifier" in answer["error"]["message"]
     assert serving.stop() == 0
 
 

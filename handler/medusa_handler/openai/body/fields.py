@@ -40,6 +40,7 @@ REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
 EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
 CLASSIFY = frozenset(("model", "input", "truncate_prompt_tokens"))
+SCORE = _names("model text_1 text_2 queries documents items data_1 data_2 truncate_prompt_tokens")
 RERANK = frozenset(("model", "query", "documents", "top_n", "truncate_prompt_tokens"))
 TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens", "tool_choice"}
 DETOKENIZE = frozenset(("model", "tokens"))

@@ -73,9 +73,9 @@ class EncoderEngine:
         """
         if classify is not self._encoder.is_classifier:
             able = (
-                "classifies texts: expected /classify or /rerank"
+                "classifies texts: expected /classify, /score or /rerank"
                 if not classify
-                else "makes embeddings: expected /v1/embeddings"
+                else "makes embeddings: expected /v1/embeddings, /score or /rerank"
             )
             raise RequestError(f"this model {able}")
         size = self._encoder.size
