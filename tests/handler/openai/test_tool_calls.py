@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_calls_are_told_from_text(
 ) -> None:
     for step in (1, 2, 3, 7, len(text)):
         assert parsed(make, text, step) == (content, calls), step
+
+
+@pytest.mark.parametrize("make", [HermesParser, MistralParser, lambda: Llama3Parser(NAMES)])
+def test_the_work_for_a_text_grows_with_its_length(make: Callable[[], ToolParser]) -> None:
+    """A whole answer of 250,000 characters once took 14 s of CPU time, and twice as many four times that."""
+
+    def cpu_s(length: int) -> float:
+        parser, began = make(), time.process_time()
+        content = parser.push("€" * length).content + parser.finish().content
+        assert len(content) == length
+        return time.process_time() - began
+
+    ratios = [cpu_s(400_000) / cpu_s(20_000) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
+    assert min(ratios) < 60
 
 
 def test_the_format_is_the_templates() -> None:

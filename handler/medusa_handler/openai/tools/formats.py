@@ -56,7 +56,7 @@ class _CharacterParser:
     new_id: Callable[[], str] = staticmethod(_call_id)
 
     def __init__(self) -> None:
-        self._content = ""
+        self._content: list[str] = []
         self._space: list[str] = []  # held back, because space before a call is not content
         self._calls: list[CallDelta] = []
         self._count = 0
@@ -77,7 +77,7 @@ class _CharacterParser:
         self._scanner = None
         self.end()
         if not self._count:
-            self._content += "".join(self._space)
+            self._content += self._space
         return self._flush()
 
     def outside(self, character: str) -> None:
@@ -97,7 +97,7 @@ class _CharacterParser:
         """Add content. Trailing space is held back until more content follows."""
         kept = text.rstrip(_SPACE)
         if kept:
-            self._content += "".join((*self._space, kept))
+            self._content += [*self._space, kept]
             self._space = []
         self._space.append(text[len(kept) :])
 
@@ -136,8 +136,8 @@ class _CharacterParser:
         self.add_content(raw)
 
     def _flush(self) -> Parsed:
-        found = Parsed(self._content, _merge_deltas(self._calls))
-        self._content, self._calls = "", []
+        found = Parsed("".join(self._content), _merge_deltas(self._calls))
+        self._content, self._calls = [], []
         return found
 
 
