@@ -247,7 +247,6 @@ def test_an_agent_that_hangs_at_any_step_is_done_without(
     assert node.stop() == 0
 
 
-@pytest.mark.forked(False)
 def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start, example: Path) -> None:
     node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]

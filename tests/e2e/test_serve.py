@@ -15,9 +15,12 @@ from typing import Any
 import openai
 import pytest
 
+pytestmark = pytest.mark.forked
+
 Start = Callable[..., Any]
 
 
+@pytest.mark.forked(False)
 def test_a_request_sent_at_once_is_held_and_the_timeline_accounts_for_the_start(start: Start, example: Path) -> None:
     serving = start("--model", example)
     body = {"prompt": "This function returns", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -36,6 +39,7 @@ def test_a_request_sent_at_once_is_held_and_the_timeline_accounts_for_the_start(
     assert serving.stop() == 0
 
 
+@pytest.mark.forked(False)
 def test_a_start_lasts_until_the_handler_is_loaded_and_not_until_a_later_request(
     start: Start, example: Path, tmp_path: Path
 ) -> None:

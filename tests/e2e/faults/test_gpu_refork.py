@@ -15,6 +15,7 @@ Start = Callable[..., Any]
 BREAKING = Path(__file__).with_name("breaking_gpu.py")
 
 
+@pytest.mark.forked
 @pytest.mark.timeout(300)
 def test_the_next_engine_captures_what_broke_the_one_before(start: Start, example: Path, tmp_path: Path) -> None:
     expected = start("--model", example).complete()["choices"][0]["text"]
