@@ -104,8 +104,9 @@ class EncoderEngine:
                 return text.vector.result(None if cancelled is None else _CHECK_EVERY_S)
             except TimeoutError:
                 if cancelled is not None and cancelled.is_set():
+                    dropped = set(map(id, texts))
                     with self._changed:
-                        self._waiting = [other for other in self._waiting if other not in texts]
+                        self._waiting = [other for other in self._waiting if id(other) not in dropped]
                     raise EngineError("the request was cancelled") from None
 
     def run(self, stop: threading.Event) -> None:
