@@ -57,6 +57,7 @@ def test_answers_as_eager_loading_does(start: Start, tmp_path: Path, name: str, 
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_a_checkpoint_that_does_not_fit_ends_the_instance(start: Start, tmp_path: Path) -> None:
     """With its reason, whoever asks or not: else a rollout of it would look well."""
     tensors = {f"module.{name}": tensor for name, tensor in stored(reference()).items()}
@@ -67,6 +68,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_instance(start: Start, tmp_path
     assert "Traceback" not in serving.output()
 
 
+@pytest.mark.forked
 def test_without_a_handler_there_is_nothing_to_run(start: Start, tmp_path: Path) -> None:
     serving = start("--model", tmp_path, "--engine", "none")
     assert serving.process.wait(120) == 2
@@ -94,6 +96,7 @@ def fetched_layers(start: Start, folder: Path) -> list[str]:
     return [name.split(".")[2] for name in found]
 
 
+@pytest.mark.forked
 def test_the_order_of_a_forward_is_recorded_and_drives_the_fetch(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -485,8 +485,10 @@ def test_the_engines_torch_is_imported_as_it_was_asked_to(how: str, device: str,
     assert bool(said) == (found == "module" and how != "plain"), said
 
 
-def test_a_setting_that_needs_the_whole_import() -> None:
-    run("import os; os.environ['TORCH_LOGS'] = 'dynamo'\n" + LEAN + "import sys; assert vars(torch.fx)['Graph']")
+def test_a_setting_that_needs_the_whole_import(tmp_path: Path) -> None:
+    stand_in(tmp_path)
+    begin = f"import os, sys; os.environ['TORCH_LOGS'] = 'dynamo'; sys.path.insert(0, {str(tmp_path)!r})\n"
+    run(begin + LEAN + "assert vars(torch.functional)['name'] == 'executed'")
 
 
 def test_torch_that_is_there_already_is_returned(plain: Plain) -> None:
