@@ -1,8 +1,9 @@
 """Run by tests with an interpreter that has vLLM: the same prompt through our engine and through vLLM's own.
 
-python run_vllm.py CHECKPOINT KERNELS [LIBRARY] → one JSON line on standard output
+python run_vllm.py CHECKPOINT KERNELS [URL LIBRARY] → one JSON line on standard output
 
-With the LIBRARY of a fake driver, ours takes its weights by a link to that driver's device, as on a GPU.
+With the LIBRARY of a fake driver, ours takes its weights from the URL by a link to that driver's device, as on a GPU,
+and releases the host's.
 """
 
 from __future__ import annotations
@@ -28,8 +29,16 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 TOKENS = 12
 
 
-def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
-    settings = Settings(model=checkpoint, engine="vllm", kv_cache_mb=64, max_concurrency=4, threads=2, kernels=kernels)
+def ours(checkpoint: str, kernels: str, *, host_weights: str = "keep") -> dict[str, Any]:
+    settings = Settings(
+        model=checkpoint,
+        engine="vllm",
+        kv_cache_mb=64,
+        max_concurrency=4,
+        threads=2,
+        kernels=kernels,
+        host_weights=host_weights,
+    )
     region, timeline = Region.create(), Timeline.create("engine")
     prefetch(region, checkpoint, settings=settings, timeline=timeline)
     from medusa_runtime.zygote import load_engine_class
@@ -55,6 +64,7 @@ def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
         "stages": sorted({stage.name for stage in timeline.stages()}),
         "shared_parameter_bytes": shared,
         "compilations": engine.stats().get("compilations_total"),
+        "held_bytes": os.fstat(region.fd).st_blocks * 512,
     }
 
 
@@ -111,8 +121,13 @@ def theirs(checkpoint: str) -> list[int]:
 if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is not the answer
-    with linked(Path(sys.argv[3])) if len(sys.argv) > 3 else nullcontext([]) as handed:
-        answer = ours(*sys.argv[1:3]) | {"handed": len(handed)}
-    answer |= {"theirs": theirs(sys.argv[1])}
+    checkpoint, kernels, *link = sys.argv[1:]
+    if link:
+        with linked(Path(link[1])) as handed:
+            answer = ours(link[0], kernels, host_weights="release")
+        answer["handed"] = len(handed)
+    else:
+        answer = ours(checkpoint, kernels)
+    answer["theirs"] = theirs(checkpoint)
     os.write(out, json.dumps(answer).encode() + b"\n")
     os._exit(0)

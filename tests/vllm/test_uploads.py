@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from fake_copies import Fake
+from medusa_runtime.errors import WeightsError
 from medusa_runtime.load.upload.cuda_link import CudaLink
+from medusa_runtime.region.layout import Word
+from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 
 if importlib.util.find_spec("vllm") is None:
@@ -86,6 +90,38 @@ def test_a_full_device_gets_the_regions_own_tensors(
     monkeypatch.setattr(torch, "empty", on_device)
     same(uploading.uploaded(region, NAMES, link))
     assert len(handed) == fake.calls.fake_begun() == len(NAMES) - 2
+
+
+def arrived(filling: Callable[..., Any]) -> Any:
+    """A region in which all is there, and which is not sealed, as `--host-weights release` leaves it."""
+    filled = filling(WEIGHTS | {"vision": torch.ones(64, 64)}).lay_out()
+    filled.arrive(*WEIGHTS)
+    return filled
+
+
+def test_the_hosts_bytes_are_released_once_the_device_has_them(
+    filling: Callable[..., Any], link: Any, handed: list[Tensor]
+) -> None:
+    filled = arrived(filling)
+    same(uploading.uploaded(filled.region, NAMES, link, release=True))
+    later = Region(os.dup(filled.region.fd))
+    try:
+        assert not any(bytes(later.shard(0)))
+        with pytest.raises(WeightsError, match="--host-weights release"):
+            later.check_whole()
+    finally:
+        later.close()
+    released = sum(weight.nbytes for weight in WEIGHTS.values()) + 64 * 64 * 4
+    assert filled.region._words()[Word.RELEASED_BYTES] == released, "a fetch waits for none of them"
+
+
+def test_a_full_device_gets_copies_of_what_is_released(
+    filling: Callable[..., Any], link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = arrived(filling)
+    monkeypatch.setattr(CudaLink, "room_for", lambda self, source: None)
+    same(list(uploading.uploaded(filled.region, NAMES, link, release=True)))
+    assert not any(bytes(filled.region.shard(0)))
 
 
 def test_an_abandoned_load_leaves_no_copies(filling: Callable[..., Any], fake: Fake, handed: list[Tensor]) -> None:

@@ -6,12 +6,15 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from medusa_runtime.kernels import has_native_products
+
+from benchmarks.ranged_server import RangedServer
 
 HERE = Path(__file__).parent
 pytestmark = [
@@ -62,6 +65,13 @@ def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(
 def test_tensors_that_are_on_the_device_already_give_the_same_tokens(
     tmp_path: Path, quantization: str | None, fake_library: Path
 ) -> None:
-    answer = run(written(tmp_path, quantization), "library", fake_library)
+    """From a store, with `--host-weights release`."""
+    folder = written(tmp_path, quantization)
+    with RangedServer(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer = run(folder, "library", f"http://127.0.0.1:{server.server_port}", fake_library)
+        server.shutdown()
     assert answer["tokens"] == answer["theirs"]
     assert answer["handed"] > 10
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert answer["held_bytes"] < weights / 10, f"of {weights}"

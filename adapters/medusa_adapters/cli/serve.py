@@ -57,15 +57,15 @@ def add_settings(parser: argparse.ArgumentParser, options: Iterable[Option]) -> 
         )
 
 
-# Flags that only one engine reads, with its name. Their variables may be set in an image, for any engine.
-_ENGINE_ONLY_FLAGS = {
-    "compile": "vllm",
-    "kernels": "vllm",
-    "tensor_parallel": "vllm",
-    "vllm_mode": "vllm",
-    "host_weights": "torch",
-    "cluster": "cluster",
-    "cluster_token_file": "cluster",
+# Flags that not all engines read, with those that do. Their variables may be set in an image, for any engine.
+_ENGINES_OF_FLAGS = {
+    "compile": ("vllm",),
+    "kernels": ("vllm",),
+    "tensor_parallel": ("vllm",),
+    "vllm_mode": ("vllm",),
+    "host_weights": ("torch", "vllm"),
+    "cluster": ("cluster",),
+    "cluster_token_file": ("cluster",),
 }
 
 
@@ -89,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def warn_of_unread_flags(flags: Mapping[str, Any], engine: str) -> None:
     """Print a warning for each flag that was given, and that only other engines read."""
-    for field, reader in _ENGINE_ONLY_FLAGS.items():
-        if flags.get(field) is not None and not engine.startswith(reader):
-            flag = f"--{field.replace('_', '-')}"
-            print(f"WARNING: {flag} has no effect with --engine {engine}; it is for --engine {reader}", file=sys.stderr)
+    for field, readers in _ENGINES_OF_FLAGS.items():
+        if flags.get(field) is not None and not engine.startswith(readers):
+            flag, those = f"--{field.replace('_', '-')}", " and ".join(readers)
+            print(f"WARNING: {flag} has no effect with --engine {engine}; it is for --engine {those}", file=sys.stderr)
 
 
 def with_engine_flags(settings: Settings, words: Sequence[str]) -> Settings:

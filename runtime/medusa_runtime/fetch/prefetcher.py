@@ -247,8 +247,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             warm_page_cache(writer, index, checksums, checkpoint.store)
         if bundle is not None:
             bundle.finish()
-        # A function that builds its module itself is the only reader, and may free memory.
-        writer.finish(seal=settings.engine != "none")
+        # A function that builds its module itself is the only reader, and may free memory; so may an engine.
+        writer.finish(seal=settings.engine != "none" and settings.host_weights != "release")
 
 
 def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from medusa_runtime.checkpoint.index import WeightIndex
-from medusa_runtime.errors import WeightsError
 from medusa_runtime.limits import peak_bytes
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
@@ -172,11 +171,7 @@ class Loader:
             start = time.monotonic_ns()
             self._applier.apply(place, value)
             self._backlog.mark_applied(place, start)
-        if self._region.released_elsewhere:
-            raise WeightsError(
-                "the weights were released by a process that has ended (--host-weights release); start the instance "
-                "again, or keep the host's copy"
-            )
+        self._region.check_whole()
         self._load.run(self._check_closing)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:

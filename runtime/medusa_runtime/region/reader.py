@@ -354,11 +354,14 @@ class Region:
         begin = -(-(address + start) // PAGE_BYTES) * PAGE_BYTES
         drop_pages(begin, (address + stop) // PAGE_BYTES * PAGE_BYTES - begin)
 
-    @property
-    def released_elsewhere(self) -> bool:
-        """Whether another process has released bytes of the region, so that no process can read them any more."""
+    def check_whole(self) -> None:
+        """Raise WeightsError if another process has released bytes of the region: no process can read them any more."""
         held = any(shard.path is None for shard in self.wait_index().shards)
-        return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
+        if held and self._release is None and self._words()[Word.RELEASED_BYTES]:
+            raise WeightsError(
+                "the weights were released by a process that has ended (--host-weights release); start the instance "
+                "again, or keep the host's copy"
+            )
 
     def origin(self, shard: int) -> tuple[int, int]:
         """Return where a shard's data starts in its file, the memfd or a local one, and where the file is mapped."""

@@ -17,7 +17,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 _REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
-_SHARED, _LAYERS = "medusa_shared", "medusa_layers"
+_SHARED, _LAYERS, _RELEASES = "medusa_shared", "medusa_layers", "medusa_releases"
 
 # By a region's path, what was attached to it in this process: a state bundle's code, beside an agent's region. A rank
 # that is another process goes on without.
@@ -29,7 +29,8 @@ def loader_config(region: Region, timeline: Timeline, settings: Settings) -> dic
     own = f"/proc/{os.getpid()}/fd"
     _attached_files[f"{own}/{region.fd}"] = region.attached_files
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
-    return paths | ({_SHARED: "1"} if region.from_agent else {})
+    shared = {_SHARED: "1"} if region.from_agent else {}
+    return paths | shared | ({_RELEASES: "1"} if settings.host_weights == "release" else {})
 
 
 def layers_config(start: int, stop: int) -> dict[str, str]:
@@ -50,12 +51,16 @@ def layers_of(load_config: Any) -> tuple[int, int] | None:
 
 
 class AttachedRegion:
-    """A region and a timeline, opened from their paths. ``kernels`` is the setting of that name."""
+    """A region and a timeline, opened from their paths. ``kernels`` is the setting of that name.
 
-    def __init__(self, region: str, timeline: str, kernels: str, shared: bool) -> None:
+    ``releases``: the region's bytes are freed once a GPU has them.
+    """
+
+    def __init__(self, region: str, timeline: str, kernels: str, shared: bool, releases: bool) -> None:
         self._paths = region, timeline
         self._shared = shared
         self.kernels = kernels
+        self.releases = releases
 
     @classmethod
     def of(cls, load_config: Any) -> AttachedRegion:
@@ -66,12 +71,13 @@ class AttachedRegion:
                 "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
                 "load from"
             )
-        return _attached_region(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra)
+        return _attached_region(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra, _RELEASES in extra)
 
     @cached_property
     def region(self) -> Region:
         """Map the region private and writable: a page that vLLM changes in place becomes this process's own copy."""
-        region = Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, from_agent=self._shared)
+        access = os.O_RDWR if self.releases and not self._shared else os.O_RDONLY  # an agent's can only be read
+        region = Region(os.open(self._paths[0], access | os.O_CLOEXEC), private=True, from_agent=self._shared)
         for name, data in _attached_files.get(self._paths[0], {}).items():
             region.attach_file(name, data)
         return region
@@ -82,8 +88,8 @@ class AttachedRegion:
 
 
 @lru_cache(maxsize=1)
-def _attached_region(region: str, timeline: str, kernels: str, shared: bool) -> AttachedRegion:
-    return AttachedRegion(region, timeline, kernels, shared)
+def _attached_region(region: str, timeline: str, kernels: str, shared: bool, releases: bool) -> AttachedRegion:
+    return AttachedRegion(region, timeline, kernels, shared, releases)
 
 
 __all__ = ["AttachedRegion", "layers_config", "layers_of", "loader_config"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from ..lean_imports import avoid_cache_folder
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
 from .uploading import link_to, tensors, uploaded
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from medusa_runtime.load.upload.cuda_link import CudaLink
@@ -53,6 +56,11 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             link_to(model, model_config) as link,
         ):
             detail["pinned"] = link is not None
+            if self._attached.releases and link is None and any(weight.is_cuda for weight in model.parameters()):
+                logger.warning(
+                    "--host-weights release has no effect: expected all weights on one GPU, found --tensor-parallel, "
+                    "sleep mode, or weights that vLLM keeps on the CPU"
+                )
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
             ):  # torch.compile cannot trace our kernels
@@ -70,6 +78,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"weights are all in one"
             )
         region = self._attached.region
+        region.check_whole()
         order = region.wait_index().order
         unused = getattr(source, "is_unused_weight", None) or (lambda name: False)  # from 0.32 on
         layers = layers_of(self.load_config)
@@ -78,5 +87,9 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             for name in (order if layers is None else layers_first(order, *layers)[0])
             if not unused(name) and not should_skip_weight(name, self.local_expert_ids)
         ]
-        for name, tensor in tensors(region, names) if self._link is None else uploaded(region, names, self._link):
+        if self._link is None:
+            found = tensors(region, names)
+        else:
+            found = uploaded(region, names, self._link, release=self._attached.releases)
+        for name, tensor in found:
             yield source.prefix + name, tensor

@@ -38,7 +38,7 @@ class StagingLink(Protocol):
 class _Coming(NamedTuple):
     name: str
     tensor: Tensor
-    copy: Copy | None  # None: the tensor is the region's own
+    copy: Copy | None  # None: the tensor is the host's
 
 
 @contextmanager
@@ -71,17 +71,23 @@ def tensors(region: Region, names: Iterable[str]) -> Iterator[tuple[str, Tensor]
         yield name, tensor
 
 
-def uploaded(region: Region, names: Sequence[str], link: StagingLink) -> Iterator[tuple[str, Tensor]]:
+def uploaded(
+    region: Region, names: Sequence[str], link: StagingLink, *, release: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the same as ``tensors``, but on the device. The next ones are copied meanwhile.
 
-    A tensor is still the region's own if the device has no room for a copy.
+    If the device has no room for a copy, a tensor is still the host's. With ``release``, the region's bytes of each
+    tensor are freed once they are copied, and what is not asked for here counts as freed.
     """
+    if release:
+        for name in set(region.wait_index().tensors).difference(names):
+            region.release(name)
     arrived = tensors(region, names)
     waiting, coming, ahead = deque(names), deque[_Coming](), 0
     while waiting or coming:
         while waiting and ahead < _AHEAD_BYTES and (not coming or region.has(waiting[0])):
             waiting.popleft()
-            coming.append(_begin(region, link, *next(arrived)))
+            coming.append(_begin(region, link, *next(arrived), copies=release))
             ahead += coming[-1].tensor.nbytes
         name, tensor, copy = coming.popleft()
         ahead -= tensor.nbytes
@@ -89,13 +95,15 @@ def uploaded(region: Region, names: Sequence[str], link: StagingLink) -> Iterato
             while not copy.done():
                 time.sleep(_COPY_CHECK_S)
             link.hand_over(tensor)
+        if release:
+            region.release(name)
         yield name, tensor
 
 
-def _begin(region: Region, link: StagingLink, name: str, source: Tensor) -> _Coming:
+def _begin(region: Region, link: StagingLink, name: str, source: Tensor, *, copies: bool) -> _Coming:
     room = link.room_for(source)
     if room is None:
-        return _Coming(name, source, None)
+        return _Coming(name, source.clone() if copies else source, None)
     return _Coming(name, room, link.copy(room, source, urgent=False, stored=region.file_range(name)))
 
 

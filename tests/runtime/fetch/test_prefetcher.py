@@ -105,6 +105,14 @@ def test_a_region_is_filled_sealed_and_told(served: Any, region: Region) -> None
         region.shard(0)[0] = 1
 
 
+def test_a_region_whose_memory_a_reader_may_free_is_not_sealed(served: Any, region: Region) -> None:
+    fill(region, served.url + "/m", host_weights="release")
+    held = os.fstat(region.fd).st_blocks
+    for name in TENSORS:
+        region.release(name)
+    assert os.fstat(region.fd).st_blocks < held
+
+
 def test_a_file_range_outlives_its_region(served: Any, region: Region) -> None:
     fill(region, served.url + "/m")
     name, (_, _, data) = next(iter(TENSORS.items()))
