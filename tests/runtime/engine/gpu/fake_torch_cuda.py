@@ -25,6 +25,7 @@ from toy import MAGIC, Pool, Toy, open_driver
 
 HOST = torch.device("cpu")
 POOL_BYTES, WORKSPACE_BYTES = 1 << 20, 4096
+NON_BLOCKING = 1  # as torch makes its streams
 SEGMENT_BYTES = 2 << 20  # what torch's allocator asks for, to cut small blocks from
 
 
@@ -187,7 +188,7 @@ class FakeCuda:
 
     def install(self) -> None:
         patches: dict[str, Any] = {
-            "Stream": lambda device=None: Stream(self, self.driver.handle("cuStreamCreate", 0)),
+            "Stream": lambda device=None: Stream(self, self.driver.handle("cuStreamCreate", NON_BLOCKING)),
             "stream": self.stream,
             "current_stream": lambda device=None: self.current,
             "synchronize": lambda device=None: None,

@@ -21,7 +21,7 @@ from fake_allocator import FakeAllocator
 
 BASE, APART = 0x2800_0000_0000, 1 << 42
 MB = 1 << 20
-STREAM_CAPTURE_UNSUPPORTED = 900
+STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_INVALIDATED = 900, 901
 Open = Callable[..., Any]
 
 
@@ -90,8 +90,10 @@ def test_torch_asks_while_it_captures(driver: CudaDriver, opened: Open) -> None:
     assert library.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), 1) == 0
     assert one.malloc(2 * MB) == BASE + 3 * APART
     size = ctypes.c_size_t(MB)
-    assert library.cuMemAlloc_v2(ctypes.byref(memory), size) == STREAM_CAPTURE_UNSUPPORTED, "nothing else may"
     assert library.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)) == 0
+    assert library.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), 1) == 0
+    assert library.cuMemAlloc_v2(ctypes.byref(memory), size) == STREAM_CAPTURE_UNSUPPORTED, "nothing else may"
+    assert library.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)) == STREAM_CAPTURE_INVALIDATED
     assert library.cuMemAlloc_v2(ctypes.byref(memory), size) == 0
     assert library.cuMemFree_v2(memory) == 0
 

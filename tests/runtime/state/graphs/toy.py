@@ -288,13 +288,16 @@ class Toy:
 
     def capture(self, batch: int) -> int:
         self.key = f"decode-{batch}"
+        twins = 0
+        if self.options.get("twins"):  # a second loaded module with a kernel of this name
+            twins = self.driver.handle("cuModuleLoadData", twin(self.images[1]))
         self.driver.call("cuStreamBeginCapture_v2", self.stream, 0)
         for row in range(batch):
             self.step(row)
         if self.options.get("short"):
             self.driver.call("cuMemsetD32Async", self.at["graph outputs"], 0, 1, self.stream)
-        if self.options.get("twins"):  # a second loaded module with a kernel of this name
-            self.module = self.driver.handle("cuModuleLoadData", twin(self.images[1]))
+        if twins:
+            self.module = twins
             self.launch("scale", [bytes(8), bytes(4), bytes(4)], other=True)
         if self.options.get("host") == batch:
             self.driver.call("cuLaunchHostFunc", self.stream, 1, None)

@@ -2,6 +2,7 @@
 // real cubins. Layouts are those of cuda.h 13.0; a test compares them with the real header where there is one.
 #pragma once
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -18,6 +19,9 @@
 #define CUDA_ERROR_NOT_FOUND 500
 #define CUDA_ERROR_ILLEGAL_ADDRESS 700
 #define CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED 900
+#define CUDA_ERROR_STREAM_CAPTURE_INVALIDATED 901
+#define CUDA_ERROR_STREAM_CAPTURE_IMPLICIT 906
+#define CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD 908
 #define CUDA_ERROR_INVALID_CLUSTER_SIZE 912
 
 // Several threads load images, and find kernels in them, while another one builds graphs. Holds the lock until the block ends.
@@ -129,7 +133,15 @@ typedef struct Graph {
   Node **nodes;
   Edge *edges;
   int node_count, edge_count;
+  atomic_int in_use;
 } Graph;
+
+// Graphs, and executable ones, "must not be accessed concurrently from multiple threads" (cuda.h). Ends the process if they are.
+#define ONE_THREAD(object) \
+  enter_alone(&(object)->in_use, __func__); \
+  __attribute__((cleanup(leave_alone), unused)) atomic_int *inside = &(object)->in_use
+void enter_alone(atomic_int *in_use, const char *function);
+static inline void leave_alone(atomic_int **in_use) { atomic_store(*in_use, 0); }
 
 // handles.c: handles are checked before they are followed, so a wrong one is an error and never a crash
 void *handle_new(int kind, void *object);
@@ -141,17 +153,37 @@ int is_full(void); // whether the device refuses this allocation, as `fake_full`
 int device_range(CUdeviceptr address, size_t size); // mapped and accessible
 void memory_finish(void); // what was begun without a stream
 CUresult device_alloc(CUdeviceptr *address, size_t size);
+CUresult device_free(CUdeviceptr address);
 
 // stream.c
 extern CUresult broken; // what every call returns once a kernel has broken the context; 0 before
-int capture_forbids(void); // whether this thread captures, and must not call what is potentially unsafe then
+CUresult process_error(void); // why no call works in this process: cuInit is missing, or was called before a fork; 0 if it was called
+// Leaves a function without a current context, or with a broken one.
+#define NEEDS_CONTEXT() \
+  if (process_error()) return process_error(); \
+  if (!context_of_thread()) return CUDA_ERROR_INVALID_CONTEXT; \
+  if (broken) return broken
 void *context_of_thread(void);
+
+// capture.c: what must not be called while a stream captures (CUDA Programming Guide, "Prohibited and Unhandled Operations",
+// and cuThreadExchangeStreamCaptureMode). A call that is refused invalidates the captures that forbid it.
+typedef struct {
+  int active, relaxed, global, invalid, blocking;
+  pthread_t thread;
+} Capturing;
+void capture_begin(Capturing *capturing, int how, int blocking);
+CUresult capture_end(Capturing *capturing);
+CUresult capture_forbids_unsafe(void); // of potentially unsafe calls, which a thread may allow itself
+CUresult capture_forbids_legacy(void); // of the legacy stream, and what is synchronous
+CUresult capture_forbids_all(void);    // of what encompasses every stream, such as synchronizing the context
+CUresult capture_refuses(Capturing *capturing); // of a stream that captures
 
 // kernels.c
 HostKernel host_kernel(const char *name, int variant);
 
 // module.c
 Function *function_of(void *func, void *kern);
+int is_loaded(const Function *function); // whether its image is; its kernels cannot run otherwise
 
 // graph.c
 CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const EdgeData *data, int count, void **handle);
@@ -161,3 +193,4 @@ unsigned cluster_blocks(const void *attribute);
 CUdeviceptr constants_of(const Function *function);
 CUresult node_run(Node *node);
 int node_index(Graph *graph, void *handle);
+CUresult cuGraphDestroy(void *graph);

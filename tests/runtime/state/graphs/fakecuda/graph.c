@@ -7,7 +7,14 @@
 typedef struct {
   Node *nodes;
   int count;
+  atomic_int in_use;
 } Exec;
+
+void enter_alone(atomic_int *in_use, const char *function) {
+  if (!atomic_exchange(in_use, 1)) return;
+  fprintf(stderr, "%s: another thread uses the same graph\n", function);
+  abort();
+}
 
 int node_index(Graph *graph, void *handle) {
   Node *node = handle_get(NODE, handle);
@@ -69,6 +76,7 @@ static int is(const char *name, const char *variable) { return getenv(variable) 
 CUresult node_run(Node *node) {
   if (node->type == NODE_KERNEL) {
     unsigned cluster = *(unsigned *)node->attributes[ATTRIBUTE_CLUSTER];
+    if (!is_loaded(node->target)) return CUDA_ERROR_ILLEGAL_ADDRESS; // its code is no longer there
     if (!node->target->host || !node->target->image) return CUDA_ERROR_NO_BINARY_FOR_GPU;
     if (!node->captured && is(node->target->name, "FAKE_CUDA_FAULT")) return CUDA_ERROR_ILLEGAL_ADDRESS;
     while (!node->captured && is(node->target->name, "FAKE_CUDA_HANG")) sleep(1);
@@ -93,6 +101,7 @@ static CUresult add(void **handle, void *graph, void *const *dependencies, size_
   Graph *home = handle_get(GRAPH, graph);
   int indices[64];
   if (!home || count > 64) return free(node), CUDA_ERROR_INVALID_HANDLE;
+  ONE_THREAD(home);
   for (size_t i = 0; i < count; i++)
     if ((indices[i] = node_index(home, dependencies[i])) < 0) return free(node), CUDA_ERROR_INVALID_VALUE;
   return graph_add(home, node, indices, NULL, count, handle);
@@ -108,8 +117,12 @@ CUresult cuGraphCreate(void **graph, unsigned flags) {
   return *graph = handle_new(GRAPH, calloc(1, sizeof(Graph))), CUDA_SUCCESS;
 }
 CUresult cuGraphDestroy(void *graph) {
-  if (!handle_get(GRAPH, graph)) return CUDA_ERROR_INVALID_HANDLE;
-  return handle_free(graph), CUDA_SUCCESS;
+  Graph *home = handle_get(GRAPH, graph);
+  if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  enter_alone(&home->in_use, __func__);
+  handle_free(graph);
+  for (int i = 0; i < home->node_count; i++) handle_free(home->nodes[i]->handle), free(home->nodes[i]);
+  return free(home->nodes), free(home->edges), free(home), CUDA_SUCCESS;
 }
 CUresult cuGraphAddKernelNode_v2(void **handle, void *graph, void *const *deps, size_t count, const KernelNodeParams *params) {
   Node *node;
@@ -137,12 +150,14 @@ CUresult cuGraphAddNode_v2(void **handle, void *graph, void *const *deps, const 
 CUresult cuGraphGetNodes(void *graph, void **nodes, size_t *count) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  ONE_THREAD(home);
   for (size_t i = 0; nodes && i < *count && i < (size_t)home->node_count; i++) nodes[i] = home->nodes[i]->handle;
   return *count = home->node_count, CUDA_SUCCESS;
 }
 CUresult cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data, size_t *count) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  ONE_THREAD(home);
   for (int i = 0; from && i < home->edge_count; i++) {
     static const EdgeData plain;
     if (!data && memcmp(&home->edges[i].data, &plain, sizeof plain)) return CUDA_ERROR_LOSSY_QUERY;
@@ -156,6 +171,7 @@ CUresult cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data,
 CUresult cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  ONE_THREAD(home);
   home->edges = realloc(home->edges, (home->edge_count + count + 1) * sizeof(Edge));
   for (size_t i = 0; i < count; i++) {
     int source = node_index(home, from[i]), target = node_index(home, to[i]);
@@ -202,6 +218,7 @@ CUresult cuGraphKernelNodeGetAttribute(void *handle, int id, void *value) {
 CUresult cuGraphKernelNodeSetAttribute(void *handle, int id, const void *value) {
   NODE_(NODE_KERNEL, handle);
   if (unknown(id)) return CUDA_ERROR_INVALID_VALUE;
+  ONE_THREAD(node->graph);
   CUresult refused = id == ATTRIBUTE_CLUSTER ? cluster_allowed(node, cluster_blocks(value), 0) : CUDA_SUCCESS;
   if (refused) return refused;
   return memcpy(node->attributes[id], value, 64), CUDA_SUCCESS;
@@ -233,7 +250,8 @@ static void describe(const Graph *graph) {
 CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiateParams *params) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
-  if (broken) return broken;
+  ONE_THREAD(home);
+  NEEDS_CONTEXT();
   if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (getenv("FAKE_CUDA_DESCRIBE")) describe(home);
   Exec *exec = calloc(1, sizeof *exec);
@@ -260,15 +278,18 @@ CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiatePar
   return params->result = 0, *handle = handle_new(EXEC, exec), CUDA_SUCCESS;
 }
 CUresult cuGraphUpload(void *exec, void *stream) { return handle_get(EXEC, exec) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }
-CUresult cuGraphExecDestroy(void *exec) {
-  if (!handle_get(EXEC, exec)) return CUDA_ERROR_INVALID_HANDLE;
-  return handle_free(exec), CUDA_SUCCESS;
+CUresult cuGraphExecDestroy(void *handle) {
+  Exec *exec = handle_get(EXEC, handle);
+  if (!exec) return CUDA_ERROR_INVALID_HANDLE;
+  enter_alone(&exec->in_use, __func__);
+  return handle_free(handle), free(exec->nodes), free(exec), CUDA_SUCCESS;
 }
 // A launch only begins the work. A fault in it is reported by the calls that follow, and no call works after it.
 CUresult cuGraphLaunch(void *handle, void *stream) {
   Exec *exec = handle_get(EXEC, handle);
   if (!exec || !handle_get(STREAM, stream)) return CUDA_ERROR_INVALID_HANDLE;
-  if (broken) return broken;
+  ONE_THREAD(exec);
+  NEEDS_CONTEXT();
   for (int i = 0; i < exec->count; i++) {
     CUresult result = node_run(&exec->nodes[i]);
     if (result != CUDA_ERROR_ILLEGAL_ADDRESS && result) return result;

@@ -70,7 +70,8 @@ CUresult device_alloc(CUdeviceptr *address, size_t size) {
   GUARDED(lock);
   size_t whole = (size + PAGE - 1) / PAGE * PAGE;
   if (!size) return CUDA_ERROR_INVALID_VALUE;
-  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  CUresult forbidden = capture_forbids_unsafe();
+  if (forbidden) return forbidden;
   if (is_full() || taken + whole > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   for (int i = count - 1; i >= 0; i--) // what was freed last is given out first, as allocators like to do
     if (!ranges[i].reserved && !ranges[i].usable && ranges[i].size == whole) {
@@ -83,8 +84,16 @@ CUresult device_alloc(CUdeviceptr *address, size_t size) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) { return device_alloc(address, size); }
+CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
+  NEEDS_CONTEXT();
+  return device_alloc(address, size);
+}
 CUresult cuMemFree_v2(CUdeviceptr address) {
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_unsafe();
+  return forbidden ? forbidden : device_free(address);
+}
+CUresult device_free(CUdeviceptr address) {
   GUARDED(lock);
   Range *range = find(address, 1, 0);
   if (!range || !range->usable || range->start != address) return CUDA_ERROR_INVALID_VALUE;
@@ -118,8 +127,10 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
 // NVIDIA names cudaMalloc as what captures forbid, and does not say whether this is another such call.
 CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t flags) {
   GUARDED(lock);
+  if (process_error()) return process_error();
   if (broken) return broken;
-  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  CUresult forbidden = capture_forbids_unsafe();
+  if (forbidden) return forbidden;
   if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
   if (is_full() || taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   Physical *made = malloc(sizeof *made);
@@ -161,7 +172,11 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemGetInfo_v2(size_t *available, size_t *all) { return *all = total(), *available = setting("FAKE_CUDA_LIES", 0) ? 1ull << 40 : total() - taken, CUDA_SUCCESS; }
+CUresult cuMemGetInfo_v2(size_t *available, size_t *all) {
+  NEEDS_CONTEXT();
+  GUARDED(lock);
+  return *all = total(), *available = setting("FAKE_CUDA_LIES", 0) ? 1ull << 40 : total() - taken, CUDA_SUCCESS;
+}
 // What has no stream of its own is only begun when its call returns, and torch's streams do not wait for it.
 static struct {
   CUdeviceptr to;
@@ -177,7 +192,9 @@ void memory_finish(void) {
   begun_count = 0;
 }
 static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) {
-  if (broken) return broken;
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_legacy();
+  if (forbidden) return forbidden;
   if (!device_range(to, size)) return CUDA_ERROR_INVALID_VALUE;
   if (begun_count == 256) memory_finish();
   void *data = malloc(size ? size : 1);
@@ -187,8 +204,10 @@ static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) 
 }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) { return begin(to, from, 0, size); }
 CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_legacy();
+  if (forbidden) return forbidden;
   memory_finish();
-  if (broken) return broken;
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {
@@ -197,6 +216,9 @@ CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {
 }
 // Pinned: the host's, and the device can read it.
 CUresult cuMemAllocHost_v2(void **memory, size_t size) {
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_unsafe();
+  if (forbidden) return forbidden;
   *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return add((CUdeviceptr)*memory, size, 2, 0), CUDA_SUCCESS;
 }

@@ -145,7 +145,8 @@ static size_t cubin_size(const uint8_t *code) {
 }
 
 static CUresult load_one(const void *code, Image **made) {
-  if (broken) return broken;
+  CUresult forbidden = capture_forbids_unsafe();
+  if (forbidden) return forbidden;
   size_t size = cubin_size(code);
   if (!size) return CUDA_ERROR_INVALID_IMAGE;
   Image *image = calloc(1, sizeof *image);
@@ -163,6 +164,8 @@ static CUresult load(const void *code, Image **made) {
   GUARDED(loading);
   return load_one(code, made);
 }
+
+int is_loaded(const Function *function) { return function->image->live; }
 
 CUdeviceptr constants_of(const Function *function) { return function->image->constants; }
 
@@ -196,16 +199,19 @@ static CUresult global(Image *image, const char *name, CUdeviceptr *address, siz
 
 CUresult cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
   Image *image;
+  if (process_error() || broken) return process_error() ? process_error() : broken;
   CUresult result = is_full() ? CUDA_ERROR_OUT_OF_MEMORY : load(code, &image);
   return told(LOAD_LIBRARY, library, code, result ? result : (*library = image->library, CUDA_SUCCESS));
 }
 CUresult cuModuleLoadData(void **module, const void *code) {
   Image *image;
+  NEEDS_CONTEXT();
   CUresult result = load(code, &image);
   return told(LOAD_MODULE, module, code, result ? result : (*module = image->module, CUDA_SUCCESS));
 }
 CUresult cuModuleLoad(void **module, const char *name) {
   Image *image;
+  NEEDS_CONTEXT();
   char *code = malloc(16 << 20);
   FILE *file = fopen(name, "rb");
   CUresult result = file && fread(code, 1, 16 << 20, file) ? load(code, &image) : 301; // CUDA_ERROR_FILE_NOT_FOUND
@@ -215,7 +221,10 @@ CUresult cuModuleLoad(void **module, const char *name) {
 }
 CUresult cuLibraryUnload(void *library) {
   LOADED(LIBRARY, library);
+  CUresult forbidden = capture_forbids_unsafe();
+  if (forbidden) return forbidden;
   image->live = 0, handle_free(library), handle_free(image->module);
+  for (int i = 0; i < image->global_count; i++) device_free(image->globals[i]);
   return CUDA_SUCCESS;
 }
 CUresult cuLibraryGetKernel(void **kernel, void *library, const char *name) {
@@ -238,6 +247,7 @@ CUresult cuModuleGetFunction(void **handle, void *module, const char *name) {
   return function ? (*handle = function->function, CUDA_SUCCESS) : CUDA_ERROR_NOT_FOUND;
 }
 CUresult cuLibraryGetGlobal(CUdeviceptr *address, size_t *size, void *library, const char *name) {
+  NEEDS_CONTEXT();
   return global(handle_get(LIBRARY, library), name, address, size);
 }
 CUresult cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *size, void *module, const char *name) {
@@ -254,7 +264,7 @@ CUresult cuModuleEnumerateFunctions(void **functions, unsigned count, void *modu
 }
 CUresult cuKernelGetFunction(void **handle, void *kernel) {
   KNOWN(NULL, kernel);
-  if (!context_of_thread()) return CUDA_ERROR_INVALID_CONTEXT;
+  NEEDS_CONTEXT();
   return *handle = function->function, CUDA_SUCCESS;
 }
 CUresult cuKernelGetLibrary(void **library, void *kernel) {
@@ -300,4 +310,7 @@ CUresult cuKernelSetAttribute(int id, int value, void *kernel, int device) {
   return attribute(function_of(NULL, kernel), 1, id, NULL, value);
 }
 CUresult cuFuncGetAttribute(int *value, int id, void *func) { return attribute(function_of(func, NULL), 0, id, value, 0); }
-CUresult cuFuncSetAttribute(void *func, int id, int value) { return attribute(function_of(func, NULL), 0, id, NULL, value); }
+CUresult cuFuncSetAttribute(void *func, int id, int value) {
+  NEEDS_CONTEXT();
+  return attribute(function_of(func, NULL), 0, id, NULL, value);
+}

@@ -2,31 +2,36 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { WIDEST = 16 };
 // The nodes that the next one depends on, in the graph being captured; no graph: work is done at once.
 typedef struct {
   Graph *graph;
   void *graph_handle;
-  int tips[WIDEST], count, origin;
+  int tips[WIDEST], count, origin, blocking;
+  Capturing capturing; // of the stream on which it began
 } Stream;
 
-enum { RELAXED = 2 };
-static _Thread_local int captures, mode; // not relaxed ones; mode: of the thread's calls during a capture
+enum { NON_BLOCKING = 1 };
 
 CUresult broken;
 static void *primary;
 static _Thread_local void *current;
-static int initialised;
+static pid_t initialised; // by which process: what a fork leaves of a driver does not work
+CUresult process_error(void) { return initialised == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED; }
 
-CUresult cuInit(unsigned flags) { return initialised = 1, CUDA_SUCCESS; }
+CUresult cuInit(unsigned flags) {
+  if (initialised && process_error()) return process_error();
+  return initialised = getpid(), CUDA_SUCCESS;
+}
 CUresult cuDriverGetVersion(int *version) {
   const char *text = getenv("FAKE_CUDA_DRIVER");
   return *version = text ? atoi(text) : 13000, CUDA_SUCCESS;
 }
-CUresult cuDeviceGetCount(int *count) { return *count = 1, initialised ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED; }
+CUresult cuDeviceGetCount(int *count) { return *count = 1, process_error(); }
 CUresult cuDeviceGet(int *device, int ordinal) {
-  if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  if (process_error()) return process_error();
   return *device = 0, ordinal ? 101 : CUDA_SUCCESS;
 }
 CUresult cuDeviceGetName(char *name, int size, int device) {
@@ -42,7 +47,7 @@ CUresult cuDeviceTotalMem_v2(size_t *size, int device) {
   return *size = text ? strtoull(text, NULL, 0) : 1ull << 30, CUDA_SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
-  if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  if (process_error()) return process_error();
   if (!primary) primary = handle_new(CONTEXT, &primary);
   return *context = primary, CUDA_SUCCESS;
 }
@@ -51,12 +56,18 @@ CUresult cuCtxSetCurrent(void *context) { return current = context, CUDA_SUCCESS
 void *context_of_thread(void) { return current; }
 CUresult cuCtxGetCurrent(void **context) { return *context = current, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(int *device) { return *device = 0, current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
-CUresult cuCtxSynchronize(void) { return memory_finish(), current ? broken : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuCtxSynchronize(void) {
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_all();
+  return forbidden ? forbidden : (memory_finish(), broken);
+}
 CUresult cuGetErrorName(CUresult code, const char **name) {
   static const struct {
     int code;
     const char *name;
-  } names[] = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}, {3, "CUDA_ERROR_NOT_INITIALIZED"},
+  } names[] = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+               {201, "CUDA_ERROR_INVALID_CONTEXT"}, {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"}, {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
+               {3, "CUDA_ERROR_NOT_INITIALIZED"},
                {200, "CUDA_ERROR_INVALID_IMAGE"}, {400, "CUDA_ERROR_INVALID_HANDLE"}, {402, "CUDA_ERROR_LOSSY_QUERY"},
                {500, "CUDA_ERROR_NOT_FOUND"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"}};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -65,13 +76,19 @@ CUresult cuGetErrorName(CUresult code, const char **name) {
 }
 
 CUresult cuStreamCreate(void **stream, unsigned flags) {
+  NEEDS_CONTEXT();
   if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
-  return *stream = handle_new(STREAM, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
+  Stream *made = calloc(1, sizeof *made);
+  made->blocking = !(flags & NON_BLOCKING);
+  return *stream = handle_new(STREAM, made), CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(void *stream) { return handle_free(stream), CUDA_SUCCESS; }
 CUresult cuStreamSynchronize(void *stream) {
-  if (!stream) return memory_finish(), broken;
-  return handle_get(STREAM, stream) ? broken : CUDA_ERROR_INVALID_HANDLE;
+  Stream *s = handle_get(STREAM, stream);
+  if (stream) return !s ? CUDA_ERROR_INVALID_HANDLE : capture_refuses(&s->capturing) ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : broken;
+  NEEDS_CONTEXT();
+  CUresult forbidden = capture_forbids_legacy();
+  return forbidden ? forbidden : (memory_finish(), broken);
 }
 CUresult cuEventCreate(void **event, unsigned flags) {
   return *event = handle_new(EVENT, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
@@ -79,7 +96,8 @@ CUresult cuEventCreate(void **event, unsigned flags) {
 CUresult cuEventRecord(void *event, void *stream) {
   Stream *from = handle_get(STREAM, stream), *to = handle_get(EVENT, event);
   if (!from || !to) return CUDA_ERROR_INVALID_HANDLE;
-  return *to = *from, to->origin = 0, CUDA_SUCCESS;
+  *to = *from, to->origin = 0, to->capturing = (Capturing){0};
+  return CUDA_SUCCESS;
 }
 CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
   Stream *to = handle_get(STREAM, stream), *from = handle_get(EVENT, event);
@@ -95,25 +113,22 @@ CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
   return CUDA_SUCCESS;
 }
 
-int capture_forbids(void) { return captures && mode != RELAXED; }
-CUresult cuThreadExchangeStreamCaptureMode(int *wanted) {
-  int before = mode;
-  if (*wanted < 0 || *wanted > RELAXED) return CUDA_ERROR_INVALID_VALUE;
-  return mode = *wanted, *wanted = before, CUDA_SUCCESS;
-}
 CUresult cuStreamBeginCapture_v2(void *stream, int how) {
   Stream *s = handle_get(STREAM, stream);
   if (!s || s->graph) return CUDA_ERROR_INVALID_HANDLE;
-  *s = (Stream){calloc(1, sizeof(Graph)), NULL, {0}, 0, 1 + (how != RELAXED)};
-  captures += how != RELAXED;
+  NEEDS_CONTEXT();
+  *s = (Stream){.graph = calloc(1, sizeof(Graph)), .origin = 1, .blocking = s->blocking};
+  capture_begin(&s->capturing, how, s->blocking);
   return s->graph_handle = handle_new(GRAPH, s->graph), CUDA_SUCCESS;
 }
 CUresult cuStreamEndCapture(void *stream, void **graph) {
   Stream *s = handle_get(STREAM, stream);
   if (!s || !s->graph || !s->origin) return CUDA_ERROR_ILLEGAL_STATE;
-  captures -= s->origin > 1;
-  *graph = s->graph_handle, *s = (Stream){0};
-  return CUDA_SUCCESS;
+  CUresult result = capture_end(&s->capturing);
+  if (result == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) return result;
+  if (result) cuGraphDestroy(s->graph_handle);
+  *graph = result ? NULL : s->graph_handle, *s = (Stream){.blocking = s->blocking};
+  return result;
 }
 CUresult cuStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id, void **graph, void *a, void *b, size_t *n) {
   Stream *s = handle_get(STREAM, stream);
@@ -129,6 +144,8 @@ CUresult cuStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id, void
 static CUresult submit(void *stream, Node *node, int programmatic) {
   Stream *s = handle_get(STREAM, stream);
   if (!s) return free(node), CUDA_ERROR_INVALID_HANDLE;
+  if (s->capturing.invalid) return free(node), CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  if (!context_of_thread()) return free(node), CUDA_ERROR_INVALID_CONTEXT;
   node->captured = 1;
   if (!s->graph) {
     CUresult result = broken ? broken : node_run(node);
