@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any, ClassVar, NamedTuple
 
 from ...compiled_library import LIBRARY
@@ -151,17 +152,20 @@ class CompiledBundle:
         kernels, ranges = ((ctypes.c_ubyte * len(part))() for part in (self._kernels, self._ranges))
         if status := self._functions.check(_packed_graph(graph), self._bundle, kernels, ranges):
             raise ValueError(f"{_WRONG[status]} of {graph.key}")
-        return Used(*(tuple(n for n, mark in enumerate(bytes(marks)) if mark) for marks in (kernels, ranges)))
+        return Used(*(tuple(compress(range(len(marks)), bytes(marks))) for marks in (kernels, ranges)))
 
     def place(self, addresses: Mapping[int, int]) -> None:
-        """Set where memory ranges are now, by their numbers."""
+        """Set where memory ranges are now, by their numbers. What is right is not written, as others may read it."""
         for number, address in addresses.items():
-            self._ranges[number].address = address
+            if self._ranges[number].address != address:
+                self._ranges[number].address = address
 
     def find(self, kernels: Mapping[int, tuple[int, int]]) -> None:
-        """Set the handles (CUfunction, CUkernel) of kernels, by their numbers."""
-        for number, (func, kern) in kernels.items():
-            self._kernels[number].func, self._kernels[number].kern = func, kern
+        """Set the handles (CUfunction, CUkernel) of kernels, by their numbers. What is right is not written."""
+        for number, handle in kernels.items():
+            kernel = self._kernels[number]
+            if (kernel.func, kernel.kern) != handle:
+                kernel.func, kernel.kern = handle
 
     def build(self, graph: GraphBlueprint, calls: DriverCalls, *, context: int, made: int) -> BuildJob:
         """Add a graph's nodes and edges to the empty CUgraph ``made``, and return the results.

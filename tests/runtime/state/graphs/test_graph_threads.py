@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,15 +98,21 @@ def empty_graphs() -> Blueprints:
     return Blueprints(ranges=ranges, graphs=tuple(GraphBlueprint(key, nodes, (), b"") for key in KEYS))
 
 
-def test_the_ends_are_checked_while_others_are_built(driver: WatchedDriver) -> None:
-    launched, built = threading.Event(), list[bool]()
+def test_the_ends_are_checked_while_others_are_built(driver: WatchedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, built, thread = threading.Event(), list[bool](), threading.local()
+    build = GraphRestorer._build_in_thread
+
+    def build_in_thread(self: GraphRestorer, key: str, *arguments: Any) -> None:
+        thread.key = key
+        build(self, key, *arguments)
 
     def before() -> None:
-        if len(built) >= 2:  # the first and the last graph
+        if thread.key not in (KEYS[0], KEYS[-1]):
             assert launched.wait(10)
         built.append(launched.is_set())
 
     driver.before = {INSTANTIATE: before, LAUNCH: launched.set}
+    monkeypatch.setattr(GraphRestorer, "_build_in_thread", build_in_thread)
     with restorer(driver, empty_graphs()) as one:
         assert one.restore(KEYS, "ends") is None
         assert sorted(one.restored.graphs) == KEYS
@@ -128,6 +135,29 @@ def test_a_context_that_breaks_in_a_check_leaves_nothing_running(driver: Watched
     driver.before = {INSTANTIATE: lambda: time.sleep(0.01), LAUNCH: lambda: ILLEGAL_ADDRESS}
     with restorer(driver, empty_graphs()) as one, pytest.raises(DeviceError, match="broke the context"):
         one.restore(KEYS, validate)
+
+
+def test_images_that_nobody_waits_for_are_not_loaded(driver: WatchedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a start finds too little memory for its graphs."""
+    loads, closing, begun = list[str](), threading.Event(), threading.Semaphore(0)
+    waits = Future.exception
+
+    def before() -> None:
+        loads.append(threading.current_thread().name)
+        begun.release()
+        assert closing.wait(10)
+
+    def exception(future: Future[int], timeout: float | None = None) -> BaseException | None:
+        closing.set()
+        return waits(future, timeout)
+
+    driver.before["cuLibraryLoadData"] = before
+    monkeypatch.setattr(Future, "exception", exception)
+    with restorer(driver, blueprints(COUNT, 30, 20)) as one:
+        one.begin_loading(KEYS)
+        for _ in range(4):
+            assert begun.acquire(timeout=10)
+    assert len(loads) == len(set(loads)) == 4, "one in each thread"
 
 
 def test_no_graph_is_built_beside_the_capture_of_a_layer(driver: WatchedDriver) -> None:

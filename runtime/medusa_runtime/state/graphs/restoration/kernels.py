@@ -93,8 +93,8 @@ class KernelFinder:
     def close(self) -> None:
         self._loading.clear()
         while self._libraries:
-            _, loading = self._libraries.popitem()
-            if not loading.exception():
+            _, loading = self._libraries.popitem()  # the last first: what has not begun is not loaded
+            if not loading.cancel() and not loading.exception():
                 self._driver.result("cuLibraryUnload", loading.result())
         self._found.clear()
 
