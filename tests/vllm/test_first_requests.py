@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 from answering_engine import AnsweringEngine
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest
+from medusa_runtime.engine.gpu.graph_capture import errors_in_one_line
 from medusa_runtime.errors import DeviceError, EngineError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
-from medusa_vllm import TRITON_KERNELS
+from medusa_vllm import COMPILE_CACHE, TRITON_KERNELS
+from medusa_vllm.compiled.model import INDEX
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -103,6 +106,30 @@ def test_an_engine_that_breaks_in_a_request_leaves_graphs_and_kernels(
     assert decode_blueprints((made / "out").read_bytes()) == Blueprints()
     assert (made / TRITON_KERNELS.name).exists()
     assert "not all kernels of first requests can be kept: a replay failed" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_is_one_error(
+    check: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While the compiled code of the first start is packed."""
+    from medusa_vllm.gpu import graph_capture
+
+    def start(*arguments: Any, capture: Path, **options: Any) -> Engine:
+        (capture / INDEX).write_text("{}")
+        (capture / "0.aot").write_bytes(os.urandom(1 << 20))
+        return Engine()
+
+    def record() -> None:
+        with errors_in_one_line(), graph_capture._recorded(settings, tmp_path / "out", shifted=True):
+            pytest.fail("there is no compiled code")
+
+    settings = Settings(engine="vllm", compile="always")
+    monkeypatch.setattr("medusa_vllm.engine.VllmEngine", start)
+    monkeypatch.setattr("medusa_vllm.gpu.worker.GpuWorker.recording", None)
+    (tmp_path / COMPILE_CACHE.name).symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=r"there is no room left for the output: a disk, .* is full; make room"):
+        record()
 
 
 @pytest.mark.timeout(120)

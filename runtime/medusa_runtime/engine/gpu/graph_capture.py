@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from ...config import Settings
 from ...errors import EngineError, MedusaError
 from ...registry import engine_kind
+from ...resource_limits import as_limit_error
 from ...state.kinds import CUDA_GRAPHS, KV_PLAN
 from ..preimport import preimport
 
@@ -41,6 +42,7 @@ _TRACEBACK_S = 1.0
 _SECOND = "second.dump"
 ATTEMPTS = "attempts"  # the file beside a check's result that says which graphs have ended a process
 _MOST_ENDED = 4  # how many processes may end in a graph before all graphs that are not explained are left out
+_MOST_NAMED = 64  # how many graphs are named in a line of the log
 _LINES_OF_AN_ERROR = 20
 # Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)
@@ -79,9 +81,9 @@ def _run_check(settings: Settings, out: Path, unchecked: Path) -> None:
         except EngineError as error:
             ended = attempts.unfinished()
             if before < len(ended) <= _MOST_ENDED:
-                logger.warning(
-                    "another process goes on without %s, which ended this one: %s", ", ".join(ended[-1][1:]), error
-                )
+                _, *keys = ended[-1]
+                left_out = ", ".join(keys) if len(keys) <= _MOST_NAMED else f"{len(keys)} CUDA graphs"
+                logger.warning("another process goes on without %s, which ended this one: %s", left_out, error)
             elif out.exists():
                 logger.warning("the CUDA graphs are kept as they were checked, but then: %s", error)
                 return None
@@ -181,11 +183,15 @@ def read_task(arguments: list[str]) -> Task:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End this process with a MedusaError's message, for ``run``, if one ends the context."""
+    """End this process with a message, for ``run``, if a MedusaError or a limit of the system ends the context."""
     try:
         yield
     except MedusaError as error:
         sys.exit(str(error))
+    except (OSError, MemoryError) as error:
+        if (limit := as_limit_error(error)) is None:
+            raise
+        sys.exit(str(limit))
 
 
 class _Closable(Protocol):
