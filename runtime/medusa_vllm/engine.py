@@ -255,7 +255,12 @@ class VllmEngine:
 
     def _step(self) -> None:
         start_ns = time.monotonic_ns()
-        executed = self._core.run_step()
+        try:
+            executed = self._core.run_step()
+        except Exception as error:
+            if look := getattr(self._core.model_executor, "on_failed_step", None):
+                look(error)
+            raise
         if executed and self._steps == 0:
             self._first_forward(start_ns)
         self._steps += executed

@@ -30,6 +30,11 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
         self.driver_worker.load_model()
         current_platform.update_block_size_for_backend(self.vllm_config)
 
+    def on_failed_step(self, error: Exception) -> None:
+        """Let the worker look at what a step has raised, if it is one that does. A GPU's may end the process."""
+        if look := getattr(self.driver_worker.worker, "on_failed_step", None):
+            look(error)
+
     def shutdown(self) -> None:
         """Keep the process groups, since a process may run a second engine."""
         envs.disable_envs_cache()

@@ -15,10 +15,12 @@ import pytest
 from answering_engine import AnsweringEngine
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest
-from medusa_runtime.engine.gpu.graph_capture import errors_in_one_line
+from medusa_runtime.engine.gpu.attempts import CHECK, Attempts
+from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, errors_in_one_line
 from medusa_runtime.errors import DeviceError, EngineError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 from medusa_vllm import COMPILE_CACHE, TRITON_KERNELS
 from medusa_vllm.compiled.model import INDEX
 
@@ -106,6 +108,29 @@ def test_an_engine_that_breaks_in_a_request_leaves_graphs_and_kernels(
     assert decode_blueprints((made / "out").read_bytes()) == Blueprints()
     assert (made / TRITON_KERNELS.name).exists()
     assert "not all kernels of first requests can be kept: a replay failed" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_graphs_with_which_a_request_breaks_the_context_are_left_out(
+    check: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which of them did is not known. Another process starts without them, and answers the same requests."""
+    from medusa_vllm.gpu.graph_check import GraphCheck
+
+    unchecked = Blueprints(graphs=tuple(GraphBlueprint(key, (), (), b"") for key in ("one", "two")))
+    save_blueprints(unchecked, tmp_path / "unchecked")
+    with monkeypatch.context() as first:
+        first.setattr(Engine, "breaks", "first-1-2-0")
+        first.setattr(GraphCheck, "result", lambda self: self.unchecked)
+        first.setattr(GraphCheck, "context_is_lost", lambda self: True)
+        with pytest.raises(DeviceError, match="a replay failed"):
+            check(256)
+    attempts = Attempts(tmp_path / ATTEMPTS)
+    assert attempts.unfinished() == [[CHECK, "one", "two"]]
+    made = decode_blueprints((check(256) / "out").read_bytes())
+    assert made.graphs == ()
+    assert sorted(made.refused) == ["one", "two"]
+    assert len(attempts.unfinished()) == 1
 
 
 @pytest.mark.timeout(120)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,16 +432,15 @@ def test_a_broken_context_is_written_down_and_ends_the_process(
         def restore(self, blueprints: Any, **_: Any) -> None:
             raise DeviceError("broke the context") from CudaError("cuGraphLaunch", 700, "an illegal address")
 
-    aborted: list[bool] = []
     monkeypatch.setattr(parts.worker, "VllmGraphState", Breaking)
     monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
-    monkeypatch.setattr(parts.worker, "abort", lambda: aborted.append(True))
+    monkeypatch.setattr(parts.worker, "abort", partial(sys.exit, "like a crash"))
     worker.model_runner = SimpleNamespace()
     worker.__dict__["_blueprints"] = Blueprints()
     worker.__dict__["_bundled"] = bundled = Bundled()
-    adopt(parts, manager, worker.restore_graphs).capture()
+    with pytest.raises(SystemExit, match="like a crash"):
+        adopt(parts, manager, worker.restore_graphs).capture()
     assert bundled.noted == ["broke the context"]
-    assert aborted == [True]
     worker.__dict__["_bundled"] = None
     with pytest.raises(DeviceError):
         adopt(parts, clean(manager), worker.restore_graphs).capture()

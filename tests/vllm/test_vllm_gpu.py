@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,62 @@ def test_inputs_are_read_behind_the_work_that_fills_them() -> None:
     one = MemoryRange("input_buffers.positions", RangeKind.NAMED, 4096, 3)
     state = VllmGraphState(Driver(), None, None, segments=list)  # type: ignore[arg-type]
     assert state.read([one]) == ((one, b"new"),)
+
+
+def test_a_model_whose_code_cannot_be_attached_has_full_graphs_alone(parts: Any) -> None:
+    """It runs eagerly, so no compiled function has piecewise graphs: not even those of the bundle."""
+    from medusa_vllm.compiled.settings import _run_eagerly
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.config import CompilationConfig
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    class Compiled(parts.torch.nn.Module, TorchCompileWithNoGuardsWrapper):  # type: ignore[misc]
+        def __init__(self) -> None:
+            parts.torch.nn.Module.__init__(self)
+            self.do_not_compile = False
+
+    def mode() -> Any:
+        config = CompilationConfig(mode=3, cudagraph_mode="FULL_AND_PIECEWISE", cudagraph_capture_sizes=[1, 2])
+        has_pieces = parts.vllm.has_compiled_submodule(model)
+        return config.resolve_cudagraph_mode_and_sizes(
+            AttentionCGSupport.ALWAYS, None, use_v2_model_runner=True, piecewise_capture_available=has_pieces
+        )
+
+    model = parts.torch.nn.Sequential(Compiled())
+    assert mode() == parts.modes.FULL_AND_PIECEWISE
+    try:
+        _run_eagerly(model)
+        assert mode() == parts.modes.FULL_DECODE_ONLY
+    finally:
+        parts.torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_context_that_breaks_in_a_step_is_written_down_and_ends_the_process(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """A restored graph may break it for some inputs only: the next engine would end in the same request."""
+    from medusa_vllm.engine import VllmEngine
+    from medusa_vllm.executor import OneProcessExecutor
+
+    def run_step() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    noted: list[str] = []
+    monkeypatch.setattr(parts.worker, "abort", partial(sys.exit, "like a crash"))
+    worker = parts.worker.GpuWorker.__new__(parts.worker.GpuWorker)
+    worker.__dict__["_bundled"] = SimpleNamespace(quarantine=lambda reason: noted.append(reason) or True)
+    executor = OneProcessExecutor.__new__(OneProcessExecutor)
+    executor.driver_worker = SimpleNamespace(worker=worker)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._core = SimpleNamespace(run_step=run_step, model_executor=executor)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine._step()  # nothing was restored
+    worker._graph_state = SimpleNamespace(context_is_lost=lambda: lost)
+    expected = (SystemExit, "like a crash") if lost else (RuntimeError, "illegal memory access")
+    with pytest.raises(expected[0], match=expected[1]):
+        engine._step()
+    assert noted == (["an illegal memory access"] if lost else [])
 
 
 def test_a_plan_for_a_gpu_looks_at_the_gpus_memory(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

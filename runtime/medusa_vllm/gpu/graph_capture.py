@@ -108,13 +108,15 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
                 checked = check.result()
                 save_blueprints(checked, out)
                 logger.info("restored in a process of its own: %s", summary(checked))
+                check.begin_requests(checked)
                 _complete_first_requests(engine, settings.max_concurrency)
 
             serve_beside(engine, result_and_requests)
     except MedusaError as error:
-        if not out.exists():
+        if not out.exists() or check.context_is_lost():
             raise
         logger.warning("not all kernels of first requests can be kept: %s", error)
+    check.end_requests()
     made_for = triton_kernels.purpose(engine.config, settings.vllm_args)
     try:
         count = triton_kernels.pack(Path(os.environ["TRITON_CACHE_DIR"]), out.with_name(TRITON_KERNELS.name), made_for)

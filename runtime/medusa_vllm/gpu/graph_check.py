@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from medusa_runtime.engine.gpu.attempts import Attempts
+from medusa_runtime.engine.gpu.attempts import CHECK, Attempts
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, Reason, Trigger
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class GraphCheck:
         self.unchecked = attempts.without_ended(unchecked)
         self._attempts = attempts
         self._state: VllmGraphState | None = None
+        self._tried: list[str] = []  # the keys of the graphs that are there while requests are tried out
         self._unused = GraphMismatch(Reason.ABSENT, "a start with it did not come to restore it")
 
     def restore(self, state: VllmGraphState, trigger: Trigger) -> RestoredDecodeGraphs | None:
@@ -57,6 +58,24 @@ class GraphCheck:
             kept = sum(bool(graph.pinned) for graph in checked.graphs)
             logger.info("%d of %d pinned graphs give their outputs with vLLM's memory elsewhere, too", kept, pinned)
         return replace(checked, graphs=tuple(map(self._unpinned, checked.graphs)))
+
+    def begin_requests(self, checked: Blueprints) -> None:
+        """Record that requests are tried out in a process with these graphs.
+
+        Which of them a step replays is not known here. So if requests break the context, none of these graphs is kept.
+        """
+        self._tried = [graph.key for graph in checked.graphs]
+        if self._tried:
+            self._attempts.begin(CHECK, *self._tried)
+
+    def end_requests(self) -> None:
+        """Record that requests have not broken the context."""
+        if self._tried:
+            self._attempts.succeed()
+
+    def context_is_lost(self) -> bool:
+        """Return whether the context is broken, in a process that has restored graphs."""
+        return self._state is not None and self._state.context_is_lost()
 
     def _unpinned(self, graph: GraphBlueprint) -> GraphBlueprint:
         assert self._state is not None  # it has verified the graph

@@ -292,6 +292,10 @@ class VllmGraphState:
                 self.verified.add(piece_key(batch, name))
         return [batch for batch in whole if batch not in wrong]
 
+    def context_is_lost(self) -> bool:
+        """Return whether graphs were restored, and the context is broken. Call it in the engine's thread."""
+        return self._restored is not None and self._driver.result("cuCtxSynchronize") in STICKY
+
     def is_where_captured(self, memory_range: MemoryRange) -> bool:
         """Return whether a range of a bundle is at its captured address in this process. ``restore`` comes first."""
         return self._addresses.get(memory_range.name) == memory_range.address

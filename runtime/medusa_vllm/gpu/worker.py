@@ -149,6 +149,11 @@ class GpuWorker(Worker):  # type: ignore[misc]
                 return self.check.restore(self._graph_state, manager.first_layer)
             return self._graph_state.restore(blueprints, trigger=manager.first_layer)
 
+    def on_failed_step(self, error: Exception) -> None:
+        """End this process like a crash if restored graphs have broken the device's context in a step."""
+        if self._graph_state is not None and self._graph_state.context_is_lost():
+            self._quarantine(error)
+
     def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
         """Restore the bundle's piecewise graphs, once the compiled functions are there."""
         if self._graph_state is None:
@@ -199,11 +204,19 @@ class GpuWorker(Worker):  # type: ignore[misc]
         try:
             yield
         except DeviceError as error:
-            bundled = self._bundled
-            if not context_is_lost(error) or bundled is None or not bundled.quarantine(str(error)):
-                raise
-            logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
-            abort()  # like a crash: the zygote forks another engine
+            if context_is_lost(error):
+                self._quarantine(error)
+            raise
+
+    def _quarantine(self, error: Exception) -> None:
+        """End this process like a crash, so that the zygote forks another engine, which captures the graphs.
+
+        Do nothing if they are not a bundle's, or cannot be quarantined: the next engine would restore them again.
+        """
+        bundled = self._bundled
+        if bundled is not None and bundled.quarantine(str(error)):
+            logger.error("a restored CUDA graph broke the device's context; the next engine captures them: %s", error)
+            abort()
 
     @cached_property
     def _blueprints(self) -> Blueprints | None:

@@ -26,8 +26,16 @@ class Attempts:
     @contextmanager
     def trying(self, work: str, *keys: str) -> Iterator[None]:
         """A context in which these graphs are tried out. If an error leaves it, they have ended the process."""
-        self._write([work, *keys])
+        self.begin(work, *keys)
         yield
+        self.succeed()
+
+    def begin(self, work: str, *keys: str) -> None:
+        """Record that this work begins with these graphs. Unless ``succeed`` follows, they have ended the process."""
+        self._write([work, *keys])
+
+    def succeed(self) -> None:
+        """Record that what was begun last has not ended the process."""
         self._write([])
 
     def unfinished(self) -> list[list[str]]:
