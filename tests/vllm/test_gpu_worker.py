@@ -350,15 +350,25 @@ def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
     assert resolve_obj_by_qualname(WORKER) is parts.worker.GpuWorker
 
 
-def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any) -> None:
+def test_the_cache_has_the_size_that_the_bundles_graphs_know(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then their kernels are loaded from here on, and else the graphs fit nowhere."""
     from medusa_runtime.state.graphs import Blueprints
 
-    worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": str(5 << 30)})
+    loading: list[Any] = []
+    monkeypatch.setattr(parts.worker, "CudaDriver", lambda: "driver")
+    monkeypatch.setattr(parts.worker, "begin_loading", lambda *given: loading.append(given))
+    worker.model_runner = "runner"
+    made = Blueprints(fingerprint={"kv_cache_bytes": str(5 << 30)})
+    worker.__dict__["_blueprints"] = made
     assert worker.determine_available_memory() == 5 << 30
     assert worker.cache_config.kv_cache_memory_bytes == 5 << 30
+    assert loading == [("driver", "runner", made)]
     worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": "many"})
     worker.cache_config.kv_cache_memory_bytes = 4 << 30
     assert worker.determine_available_memory() == 4 << 30
+    assert len(loading) == 1
 
 
 @pytest.mark.parametrize(

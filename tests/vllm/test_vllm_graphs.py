@@ -290,6 +290,7 @@ def test_piecewise_graphs_are_restored_but_for_the_smallest(restored: dict[str, 
     assert found["log"] == ""
     assert found["entries"] == [{"1": "FakeGraph", "2": "RestoredGraph", "4": "RestoredGraph"}] * 2
     assert found["calls"] == [2, 2], "a warm-up and a capture"
+    assert found["loads"] == found["images"] > 0, "full and piecewise graphs share the kernel images"
     assert found["piecewise"] == offline["piecewise"]
     assert len({digest for digests in found["piecewise"].values() for digest in digests}) == 6
     assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")

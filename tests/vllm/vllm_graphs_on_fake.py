@@ -37,7 +37,7 @@ from medusa_runtime.state.graphs.blueprint import GRAPH_POOL
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from medusa_vllm import engine
 from medusa_vllm.gpu import graph_capture, worker
-from medusa_vllm.gpu.graph_state import VllmGraphState
+from medusa_vllm.gpu.graph_state import VllmGraphState, begin_loading
 from medusa_vllm.gpu.graphs import GraphManager, NoTimeline
 from medusa_vllm.gpu.recording import Recording, RecordingManager
 from torch import Tensor, nn
@@ -389,7 +389,7 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
 
     def restored(manager: Any) -> Any:
         kept.append(VllmGraphState(cuda.driver, runner, manager, device="cpu"))
-        return kept[-1].restore(blueprints, trigger=manager.first_layer, validate="all")
+        return kept[-1].restore(blueprints, trigger=manager.first_layer, finder=finder, validate="all")
 
     if options.get("wrong_pieces"):
         blueprints = replace(blueprints, graphs=tuple(map(other_outputs, blueprints.graphs)))
@@ -399,11 +399,15 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
         blueprints = replace(blueprints, results={key: ["tuple", 1] for key in blueprints.results})
     made = GraphManager.of(manager, restored, NoTimeline(), lambda create: kept[-1].restore_pieces(create))
     runner.cudagraph_manager = made
-    capture(made, runner)
+    with patch.object(cuda.driver, "result", side_effect=cuda.driver.result) as called:
+        finder = begin_loading(cuda.driver, runner, blueprints)
+        capture(made, runner)
+    loads = [one for one in called.call_args_list if one.args[0] == "cuLibraryLoadData"]
     kinds = {str(one.num_tokens): type(graph).__name__ for one, graph in made.graphs.items()}
     untouched = bool((runner.input_buffers.input_ids == 0).all())
     found = {"kinds": kinds, "forwards": runner.model.forwards, "layers": runner.model.layers, "untouched": untouched}
     if options.get("pieces"):
+        found["loads"], found["images"] = len(loads), len(blueprints.images)
         found["calls"] = [piece.calls for piece in runner.model.pieces]
         found["piecewise"] = piecewise(config, runner)
         found["entries"] = [

@@ -10,10 +10,10 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from medusa_runtime.engine.gpu.attempts import CHECK, Attempts
@@ -27,22 +27,22 @@ from medusa_runtime.state.graphs import (
     GraphMismatch,
     GraphRestorer,
     ImageStore,
+    KernelFinder,
     MemoryRange,
     Piece,
     Placement,
     RangeKind,
     Reason,
-    RestoredGraphs,
     Trigger,
     dump_graphs,
     fingerprint,
     materialize_graphs,
     place,
-    restore_graphs,
 )
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.graphs.driver import STICKY, CudaError
+from medusa_runtime.state.graphs.fingerprint import check_fingerprint
 from medusa_runtime.state.graphs.replay import Replayer
 from medusa_runtime.state.graphs.restoration.restore import log_reasons
 from torch import Tensor
@@ -53,6 +53,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from .graphs import RestoredDecodeGraphs, key_of
 from .memory import named_ranges
 from .piecewise import (
+    ResultBuilder,
     Results,
     batch_of,
     compiled_functions,
@@ -61,7 +62,6 @@ from .piecewise import (
     is_last,
     piece_key,
     put_entry,
-    rebuild_results,
 )
 from .recording import HIDDEN, Recording, is_input
 
@@ -82,6 +82,38 @@ def materialize_obstacle(runner: Any, manager: Any) -> str | None:
     if getattr(runner, "use_aux_hidden_state_outputs", False) or getattr(runner, "speculator", None) is not None:
         return "there is a speculator"
     return None
+
+
+def fingerprint_of(driver: CudaDriver, runner: Any) -> dict[str, str]:
+    """Return facts that must be equal at a restore. Sizes of memory are compared separately, for each range."""
+    config = runner.model_config
+    model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
+    own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
+    return fingerprint(driver, own)
+
+
+def begin_loading(driver: CudaDriver, runner: Any, blueprints: Blueprints) -> KernelFinder | None:
+    """Begin to load a bundle's kernels in threads, before there is a KV cache; None if they cannot be for this start.
+
+    What is wrong with them is said when they are restored.
+    """
+    recorded, finder = dict(blueprints.fingerprint), KernelFinder(driver, blueprints)
+    recorded.pop(KV_BYTES, None)
+    try:
+        check_fingerprint(recorded, fingerprint_of(driver, runner))
+        finder.begin_loading()
+    except (GraphMismatch, DeviceError):
+        return None
+    return finder
+
+
+class _Restored(NamedTuple):
+    """What a restore has made, which must live as long as the graphs."""
+
+    blueprints: Blueprints
+    placement: Placement
+    restorer: GraphRestorer
+    stream: Any
 
 
 class VllmGraphState:
@@ -105,13 +137,12 @@ class VllmGraphState:
         self._pool = pool
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
-        self._restored: tuple[Blueprints, Placement, Any] | None = None
+        self._restored: _Restored | None = None
         self._validate = "ends"
         self._attempts: Attempts | None = None
         self._addresses: dict[str, int] = {}  # of named and placed memory, since ``restore``
         self.verified: set[str] = set()  # keys of graphs that were validated one by one, and gave their outputs
         self.reasons: dict[str, GraphMismatch] = {}  # why others are captured
-        self._kept: list[RestoredGraphs | Placement] = []  # memory and kernels must live as long as the graphs
 
     def named(self) -> list[MemoryRange]:
         return named_ranges(self._runner, lambda tensor: tensor.device.type == self._device)
@@ -120,13 +151,6 @@ class VllmGraphState:
         """Return the contents of ranges behind all work that has begun, on whichever stream. No capture may run."""
         self._driver.call("cuCtxSynchronize")  # a copy waits for no stream of torch's
         return tuple((one, self._driver.read(one.address, one.size)) for one in ranges)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return facts that must be equal at a restore. Sizes of memory are compared separately, for each range."""
-        config = self._runner.model_config
-        model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
-        own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
-        return fingerprint(self._driver, own)
 
     def dump(self, images: ImageStore) -> Blueprints:
         """Read all captured graphs as they are. ``images`` are those of all modules loaded so far."""
@@ -180,7 +204,7 @@ class VllmGraphState:
             outputs,
             stream.cuda_stream,
             images,
-            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            fingerprint=fingerprint_of(self._driver, self._runner) | {KV_BYTES: str(self._kv_bytes())},
         )
         return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
 
@@ -189,17 +213,29 @@ class VllmGraphState:
         data: Blueprints | bytes,
         *,
         trigger: Trigger | None = None,
+        finder: KernelFinder | None = None,
         validate: str = "ends",
         attempts: Attempts | None = None,
     ) -> RestoredDecodeGraphs | None:
         """Restore the full graphs that fit, and log once why others do not.
 
-        ``validate`` is as in ``restore_graphs``, and also for the batches of piecewise graphs. With ``attempts``, each
-        graph or batch is tried out alone instead, and one that differs rejects no other. Raises DeviceError if the
-        context is broken.
+        ``finder`` has begun to load these blueprints' kernels, if that was possible before. ``validate`` is as in
+        ``restore_graphs``, and also for the batches of piecewise graphs. With ``attempts``, each graph or batch is
+        tried out alone instead, and one that differs rejects no other. Raises DeviceError if the context is broken.
         """
         self._validate, self._attempts = validate, attempts
         blueprints = decode_blueprints(data) if isinstance(data, bytes) else data
+        with ExitStack() as held:  # without graphs, vLLM captures, which needs as much memory
+            if finder is not None:
+                held.callback(finder.close)
+            restored = self._restore(blueprints, held, trigger, finder)
+            if restored is not None:
+                held.pop_all()
+            return restored
+
+    def _restore(
+        self, blueprints: Blueprints, held: ExitStack, trigger: Trigger | None, finder: KernelFinder | None
+    ) -> RestoredDecodeGraphs | None:
         used = used_ranges(blueprints)
         recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
         full = self._manager._capture_descs.get(CUDAGraphMode.FULL, [])
@@ -215,7 +251,7 @@ class VllmGraphState:
             if name in here and memory_range.size == here[name].size
         }
         wanted = [memory_range for memory_range in recorded.values() if memory_range.kind in _PLACED]
-        placement = place(self._driver, wanted, placed=placed)
+        placement = held.enter_context(place(self._driver, wanted, placed=placed))
         self._addresses = {name: memory_range.address for name, memory_range in here.items()} | placement.addresses
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         before = self.read([one for name, one in here.items() if name in recorded and is_input(one)])
@@ -224,28 +260,26 @@ class VllmGraphState:
             blueprints,
             placement=placement,
             stream=stream.cuda_stream,
-            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            fingerprint=fingerprint_of(self._driver, self._runner) | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=trigger,
+            finder=finder,
         )
+        restored = held.enter_context(restorer.restored)
         keys = [key_of(batch) for batch in full]
         restorer.begin_loading(keys)
-        if attempts is not None:
+        if self._attempts is not None:
             restorer.build(keys)
-            self._verify_each(restorer, keys, attempts)
+            self._verify_each(restorer, keys, self._attempts)
         else:
-            restorer.restore(keys, validate)
-        restored = restorer.restored
+            restorer.restore(keys, self._validate)
         log_reasons(restored)
         self.reasons |= restored.reasons
         for memory_range, contents in before:
             self._driver.write(memory_range.address, contents)
-        if not restored.graphs:  # vLLM captures, which needs as much memory
-            restored.close()
-            placement.close()
+        if not restored.graphs:
             return None
-        self._kept += [placement, restored]
-        self._restored = blueprints, placement, stream
+        self._restored = _Restored(blueprints, placement, restorer, stream)
         return RestoredDecodeGraphs(restored.graphs, hidden)
 
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
@@ -256,41 +290,35 @@ class VllmGraphState:
         """
         if self._restored is None:
             return []
-        blueprints, placement, stream = self._restored
-        wrappers, device = compiled_functions(), self._runner.device
+        blueprints, placement, restorer, _ = self._restored
+        wrappers = compiled_functions()
+        outputs = ResultBuilder(blueprints.ranges, placement.addresses, self._runner.device)
         batches = self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
-        restored = restore_graphs(
-            self._driver,
-            blueprints,
-            placement,
-            keys=[piece_key(batch, name) for batch in batches for name in wrappers],
-            stream=stream.cuda_stream,
-            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
-            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
-            validate="none",
-        )
-        self._kept.append(restored)
-        self.reasons |= restored.reasons
-        whole = [batch for batch in batches if all(piece_key(batch, name) in restored.graphs for name in wrappers)]
+        pieces = {batch: [piece_key(batch, name) for name in wrappers] for batch in batches}
+        keys = [key for batch in batches for key in pieces[batch]]
+        restorer.build(keys)
+        restored = restorer.restored
+        log_reasons(restored, keys)
+        whole = [batch for batch in batches if all(key in restored.graphs for key in pieces[batch])]
         try:
             for batch in whole:
-                for name, wrapper in wrappers.items():
-                    results = blueprints.results[piece_key(batch, name)]
-                    output = rebuild_results(results, blueprints.ranges, placement.addresses, device)
-                    put_entry(wrapper, batch, restored.graphs[piece_key(batch, name)], output)
+                for key, wrapper in zip(pieces[batch], wrappers.values(), strict=True):
+                    put_entry(wrapper, batch, restored.graphs[key], outputs.build(blueprints.results[key]))
             wrong = self._wrong_batches(whole, create_forward)
         except BaseException:
             for batch in whole:
                 for wrapper in wrappers.values():
                     put_entry(wrapper, batch, None)
             raise
-        for batch, name in product(whole, wrappers):
-            if batch in wrong:
-                put_entry(wrappers[name], batch, None)
-                self.reasons[piece_key(batch, name)] = wrong[batch]
-            elif self._attempts is not None:
-                self.verified.add(piece_key(batch, name))
-        return [batch for batch in whole if batch not in wrong]
+        for batch, mismatch in wrong.items():
+            for wrapper in wrappers.values():
+                put_entry(wrapper, batch, None)
+            restored.reject(pieces[batch], mismatch)
+        self.reasons |= restored.reasons
+        right = [batch for batch in whole if batch not in wrong]
+        if self._attempts is not None:
+            self.verified.update(key for batch in right for key in pieces[batch])
+        return right
 
     def context_is_lost(self) -> bool:
         """Return whether graphs were restored, and the context is broken. Call it in the engine's thread."""
@@ -337,7 +365,7 @@ class VllmGraphState:
         Raises GraphMismatch (OUTPUT) when they differ, and DeviceError when the context is broken.
         """
         assert self._restored is not None
-        blueprints, placement, stream = self._restored
+        blueprints, placement, _, stream = self._restored
 
         def at(piece: Piece) -> int:
             return placement.addresses[blueprints.ranges[piece.memory_range].name] + piece.offset
@@ -446,4 +474,4 @@ def _without_stale_state(blueprints: Blueprints) -> Blueprints:
     return replace(blueprints, graphs=tuple(graphs))
 
 
-__all__ = ["KV_BYTES", "VllmGraphState", "materialize_obstacle"]
+__all__ = ["KV_BYTES", "VllmGraphState", "begin_loading", "materialize_obstacle"]

@@ -6,7 +6,7 @@ where the next function's graph reads them. So a restored entry returns tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,34 +100,47 @@ def encode_results(output: Any, ranges: Sequence[MemoryRange]) -> Results:
     return encoded(output)
 
 
-def rebuild_results(
-    results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device
-) -> Any:
-    """Rebuild a function's return value from JSON, with tensors at the ranges' present addresses."""
-    kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
+class ResultBuilder:
+    """Builds functions' return values from JSON, with tensors at the ranges' present addresses."""
 
-    def made(value: Results) -> Any:
+    def __init__(self, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> None:
+        self._ranges, self._addresses, self._device = ranges, addresses, device
+        self._whole: dict[tuple[int, torch.dtype], Tensor] = {}  # ranges as one tensor, of which results are parts
+
+    def build(self, results: Results) -> Any:
+        """Raises GraphMismatch (CORRUPT) if they are not ``encode_results``' of these ranges."""
+        try:
+            return self._built(results)
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise GraphMismatch(Reason.CORRUPT, f"results of a compiled function: {error}") from error
+
+    def _built(self, value: Results) -> Any:
         if not isinstance(value, list):
             return value
         kind, *rest = value
-        if kind in kinds:
-            return kinds[kind]([made(one) for one in rest])
-        memory_range, offset, name, shape, strides = rest
+        if kind in ("tuple", "list"):
+            made = [self._built(one) for one in rest]
+            return tuple(made) if kind == "tuple" else made
+        number, offset, name, shape, strides = rest
         dtype = getattr(torch, name)
         last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-        size = (last + 1) * dtype.itemsize
-        if min([offset, last, *shape, *strides]) < 0 or offset + size > ranges[memory_range].size:
-            raise ValueError(f"{size} bytes at {offset} of {ranges[memory_range].name}")
-        base = tensor_at(addresses[ranges[memory_range].name] + offset, size, device)
-        return base.view(dtype).as_strided(shape, strides)
+        first, misplaced = divmod(offset, dtype.itemsize)
+        end = offset + (last + 1) * dtype.itemsize
+        if misplaced or min([offset, last, *shape, *strides]) < 0 or end > self._ranges[number].size:
+            raise ValueError(f"bytes {offset} to {end} of {self._ranges[number].name}")
+        return self._all_of(number, dtype).as_strided(shape, strides, first)
 
-    try:
-        return made(results)
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise GraphMismatch(Reason.CORRUPT, f"results of a compiled function: {error}") from error
+    def _all_of(self, number: int, dtype: torch.dtype) -> Tensor:
+        if (number, dtype) not in self._whole:
+            memory_range = self._ranges[number]
+            size = memory_range.size // dtype.itemsize * dtype.itemsize
+            made = tensor_at(self._addresses[memory_range.name], size, self._device).view(dtype)
+            self._whole[number, dtype] = made
+        return self._whole[number, dtype]
 
 
 __all__ = [
+    "ResultBuilder",
     "Results",
     "batch_of",
     "compiled_functions",
@@ -136,5 +149,4 @@ __all__ = [
     "is_last",
     "piece_key",
     "put_entry",
-    "rebuild_results",
 ]

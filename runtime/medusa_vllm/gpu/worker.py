@@ -22,7 +22,7 @@ from medusa_runtime.device.built_for import check_gpu
 from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu, is_full
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.process import abort
-from medusa_runtime.state.graphs import Blueprints, CudaDriver
+from medusa_runtime.state.graphs import Blueprints, CudaDriver, KernelFinder
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
 from vllm import envs
@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from ..compiled.settings import WorkerCompilation
 from ..weights.attached import AttachedRegion
 from .graph_check import GraphCheck
-from .graph_state import KV_BYTES, VllmGraphState
+from .graph_state import KV_BYTES, VllmGraphState, begin_loading
 from .graphs import GraphManager, NoTimeline, RestoredDecodeGraphs, context_is_lost
 from .recording import Recording, RecordingManager
 from .triton_kernels import purpose, restored
@@ -52,6 +52,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     recording: Recording | None = None  # set offline, in the processes that materialize
     check: GraphCheck | None = None  # set offline, in the process that checks what was materialized
     _graph_state: VllmGraphState | None = None
+    _kernels: KernelFinder | None = None  # of the bundle's graphs, being loaded
     _kernels_for: str | None = None  # the purpose of the Triton kernels that were restored
 
     def init_device(self) -> None:
@@ -74,16 +75,19 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """Return the planned bytes, if the GPU has them free now. Otherwise vLLM measures, by running a forward."""
         with self._timeline.stage("kv_plan") as detail:
-            planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
+            of_graphs = self._graphs_kv_bytes()
+            planned = of_graphs or self.cache_config.kv_cache_memory_bytes
             if planned:
                 free = free_bytes(self.device)
                 if planned + _LEAST_FREE_BYTES <= free:
                     self.cache_config.kv_cache_memory_bytes = planned
                     detail |= {"bytes": planned, "source": "planned"}
-                    if self._has_no_workspace():
-                        return int(planned)
-                    with _needs_memory("largest step, in which the kernels' workspace grows"):
-                        return int(super().determine_available_memory())
+                    if not self._has_no_workspace():
+                        with _needs_memory("largest step, in which the kernels' workspace grows"):
+                            planned = super().determine_available_memory()
+                    if of_graphs and self._blueprints is not None and self.check is None:  # beside all that follows
+                        self._kernels = begin_loading(CudaDriver(), self.model_runner, self._blueprints)
+                    return int(planned)
                 logger.warning(
                     "the KV cache was planned with %d MiB, but %d MiB of the GPU's memory are free; measuring",
                     planned >> 20,
@@ -147,7 +151,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         with self._quarantine_on_loss():
             if self.check is not None:
                 return self.check.restore(self._graph_state, manager.first_layer)
-            return self._graph_state.restore(blueprints, trigger=manager.first_layer)
+            return self._graph_state.restore(blueprints, trigger=manager.first_layer, finder=self._kernels)
 
     def on_failed_step(self, error: Exception) -> None:
         """End this process like a crash if restored graphs have broken the device's context in a step."""

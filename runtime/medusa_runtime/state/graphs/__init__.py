@@ -16,7 +16,7 @@ from .materialization.images import ImageStore
 from .materialization.materialize import Capture, materialize_graphs
 from .mismatch import GraphMismatch, Reason
 from .placement import Placement, place
-from .restoration.kernels import Trigger
+from .restoration.kernels import KernelFinder, Trigger
 from .restoration.restore import GraphRestorer, RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "GraphMismatch",
     "GraphRestorer",
     "ImageStore",
+    "KernelFinder",
     "MemoryRange",
     "Piece",
     "Placement",

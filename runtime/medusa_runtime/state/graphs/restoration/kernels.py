@@ -45,10 +45,11 @@ class KernelFinder:
     not restored.
     """
 
-    def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
+    trigger: Trigger | None = None
+
+    def __init__(self, driver: CudaDriver, blueprints: Blueprints) -> None:
         self._driver = driver
         self._blueprints = blueprints
-        self._trigger = trigger
         self._libraries: dict[str, Future[int]] = {}  # of each image
         self._loading: set[str] = set()  # images that were still being loaded when ``loading`` last looked
         self._modules: dict[str, int] = {}  # by image, the module of a triggered kernel of it
@@ -173,11 +174,11 @@ class KernelFinder:
             raise
 
     def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
-        if self._trigger is not None and graph not in self._done:
+        if self.trigger is not None and graph not in self._done:
             self._done.add(graph)
             wait(self._libraries.values())  # nothing is loaded beside a capture
             try:
-                self._collect(self._trigger(graph))
+                self._collect(self.trigger(graph))
             except Exception as error:  # the capture of a layer may raise anything; then all graphs are captured
                 raise GraphMismatch(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
         wanted = _identity(record)

@@ -89,6 +89,7 @@ class GraphRestorer:
     ``placement`` says where the memory ranges are now (see ``place``), and may be set later, before the first graph is
     built. ``stream`` is for uploads and validation, and ``current_stream`` returns the stream for ``replay``, which by
     default is the same. ``trigger`` captures a first layer, and is called only for a kernel that is in no saved image.
+    ``finder`` is one that has begun to load the bundle's images; ``restored`` closes it.
     A bad bundle never raises an error: the reason is in ``restored``, for each graph.
     """
 
@@ -104,6 +105,7 @@ class GraphRestorer:
         placement: Placement | None = None,
         current_stream: Callable[[], int] | None = None,
         trigger: Trigger | None = None,
+        finder: KernelFinder | None = None,
     ) -> None:
         self._driver, self._stream = driver, stream
         self.placement = placement or Placement(driver, {})
@@ -127,8 +129,8 @@ class GraphRestorer:
             self._rejected = mismatch
         self._graphs = {graph.key: graph for graph in self._blueprints.graphs}
         self._builds: dict[str, Future[None]] = {}  # of graphs that are built in threads
-        alone = partial(self._trigger_alone, trigger) if trigger is not None else None
-        self._finder = KernelFinder(driver, self._blueprints, alone)
+        self._finder = finder or KernelFinder(driver, self._blueprints)
+        self._finder.trigger = partial(self._trigger_alone, trigger) if trigger is not None else None
         self.restored = RestoredGraphs(self._finder)
 
     @property
