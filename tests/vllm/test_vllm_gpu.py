@@ -6,7 +6,10 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +218,36 @@ def test_a_context_that_breaks_in_a_step_is_written_down_and_ends_the_process(
     with pytest.raises(expected[0], match=expected[1]):
         engine._step()
     assert noted == (["an illegal memory access"] if lost else [])
+
+
+@pytest.mark.parametrize("how", ["fits", "another GPU", "no thread"])
+def test_kernels_are_loaded_before_there_is_a_cache(
+    parts: Any, fake_cuda: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """With what can be known then. If they cannot be, a start goes on, and what restores them says why."""
+    from medusa_runtime.state.graphs import CudaDriver
+    from medusa_vllm.gpu.graph_state import KV_BYTES, begin_loading, fingerprint_of
+
+    from benchmarks.graph_restore import blueprints
+
+    driver, runner = CudaDriver(str(fake_cuda)), SimpleNamespace()
+    runner.model_config = SimpleNamespace(hf_config={}, dtype="float32")
+    driver.call("cuInit", 0)
+    driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
+    found = {**fingerprint_of(driver, runner), KV_BYTES: "4096"}
+    if how == "another GPU":
+        found["gpu"] = "Fake B200"
+    if how == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    finder = begin_loading(driver, runner, replace(blueprints(1, 2, 3), fingerprint=found))
+    assert (finder is not None) == (how == "fits")
+    if finder is not None:
+        assert finder.handle(0, "decode-0").kern
+        finder.close()
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_plan_for_a_gpu_looks_at_the_gpus_memory(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

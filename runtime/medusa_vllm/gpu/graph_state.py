@@ -102,7 +102,8 @@ def begin_loading(driver: CudaDriver, runner: Any, blueprints: Blueprints) -> Ke
     try:
         check_fingerprint(recorded, fingerprint_of(driver, runner))
         finder.begin_loading()
-    except (GraphMismatch, DeviceError):
+    except (GraphMismatch, DeviceError, RuntimeError):  # the latter for want of threads
+        finder.close()
         return None
     return finder
 
