@@ -211,6 +211,26 @@ def test_a_piece_that_breaks_the_context_leaves_its_batch_out(
     assert set(checked.refused) == set(batch)
 
 
+def test_graphs_with_which_a_request_breaks_the_context_are_left_out(
+    python: Callable[..., None],
+    made: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All of them, since nothing says which one did. A fourth process answers the requests without them."""
+    monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
+    python(breaks=True, before=f'[ "$5" ] || {{ cp {made["path"]} "$3"; exit 0; }}')
+    out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
+    assert out is not None
+    keys = sorted(graph.key for graph in decode_blueprints(Path(made["path"]).read_bytes()).graphs)
+    checked = decode_blueprints(out.read_bytes())
+    assert checked.graphs == ()
+    assert sorted(checked.refused) == keys
+    assert len([line for line in caplog.messages if line.startswith("another process goes on without")]) == 1
+    assert "not all kernels of first requests" not in caplog.text
+
+
 def astray(graph: GraphBlueprint) -> GraphBlueprint:
     """Let its first kernel read where there is nothing."""
     first, *others = graph.relocations

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import random
 import struct
 import sys
@@ -207,8 +208,7 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
         words["old"] = 4096 if options.get("pool_first") else 72
     if "astray" in options:
         words["astray"] = ROW if options.get("pool_first") else 0
-    place = Placed(cuda)
-    numbers = random.Random(5)
+    place, numbers = Placed(cuda), random.Random(5)
     count = (VOCAB + WIDTH) * WIDTH
     weights = place(torch.tensor([numbers.uniform(-1, 1) for _ in range(count)]))
     table = place(torch.zeros(2, dtype=torch.int32)) if "table" in options else None
@@ -319,7 +319,7 @@ def fakes(cuda: FakeCuda) -> list[Any]:
         patch.object(cuda_graph, "current_platform", SimpleNamespace(get_global_graph_pool=graph_pool)),
         patch.object(cudagraph_utils, "tqdm", lambda listed, **_: listed),
         patch.object(torch.cuda, "graph", lambda graph, pool, stream: captured(cuda, graph, pool, stream)),
-        patch.object(torch, "empty_like", lambda other: placed_like(cuda, other)),
+        patch.object(torch, "empty_like", lambda other: Placed(cuda)(torch.zeros(other.shape, dtype=other.dtype))),
         patch.object(torch, "empty", made_on(cuda, torch.empty)),
         patch.object(torch, "mm", lambda one, other: cuda.workspace),
     ]
@@ -422,7 +422,8 @@ def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments
 
     class Start(AnsweringEngine):
         def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__(lambda: capture(self._manager, self._runner))
+            step = partial(fault_in_a_step, self) if "breaks" in options else None
+            super().__init__(lambda: capture(self._manager, self._runner), step=step)
             self.config = config  # as the engine has it
             self._runner, manager = start(cuda, config, options)
             made = worker.GpuWorker.__new__(worker.GpuWorker)
@@ -440,6 +441,12 @@ def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments
         patch.object(worker, "VllmGraphState", partial(VllmGraphState, device="cpu")),
     ):
         graph_capture.main(arguments)
+
+
+def fault_in_a_step(engine: Any) -> None:
+    """Let restored graphs fault from now on, and replay all."""
+    os.environ["FAKE_CUDA_FAULT"] = "embed"
+    answers(engine._manager, engine._runner)
 
 
 def other_outputs(graph: Any) -> Any:
@@ -472,10 +479,6 @@ def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for ours in OURS:
             logging.getLogger(ours).removeHandler(handler)
     return found
-
-
-def placed_like(cuda: FakeCuda, other: Tensor) -> Tensor:
-    return Placed(cuda)(torch.zeros(other.shape, dtype=other.dtype))
 
 
 def made_on(cuda: FakeCuda, original: Any) -> Any:
