@@ -11,32 +11,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from medusa_runtime.errors import from_code
 from medusa_runtime.process import die_with_parent
 from process_tree import alive, descendants
+from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 PATIENCE_S = 240.0
 _PORTS = 50  # for each node: its own, and Ray's
-
-
-def until(
-    condition: Callable[[], Any], said: Callable[[], str] = str, within_s: float = PATIENCE_S, pause_s: float = 0.2
-) -> Any:
-    """Wait for something true, and return it."""
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not come to pass within {within_s:g} s:\n{said()}")
-        time.sleep(pause_s)
-    return found
 
 
 def environment() -> dict[str, str]:
@@ -150,7 +137,7 @@ class ClusterNode:
         processes = self.processes()
         self.process.send_signal(number)
         status = self.process.wait(60)
-        until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))), 20)
+        until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))))
         return status
 
     def close(self) -> None:

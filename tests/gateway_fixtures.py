@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from process_tree import descendants
+from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
@@ -179,14 +180,6 @@ class Stream:
                 text = choice.get("text", choice.get("delta", {}).get("content") or "")
                 found[choice["index"]] = found.get(choice["index"], "") + text
         return found
-
-
-def until(condition: Callable[[], Any], why: Callable[[], str] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{why()}")
-        time.sleep(0.05)
 
 
 def resident_mb(pid: int) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,21 +17,10 @@ from medusa_cluster.group.engine import open_engine
 from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.timeline import Timeline
 
+from benchmarks.ports import free_port
+
 FILES = ("ca_file", "cert_file", "key_file")  # of a plan with certificates
 _numbers = itertools.count()
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def host_gpu() -> HostGpu:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -233,13 +232,6 @@ def runner_of(served: Any) -> GpuRunner:
     runner = served.engine.runner
     assert isinstance(runner, GpuRunner)
     return runner
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def answers(served: Any) -> list[list[int]]:

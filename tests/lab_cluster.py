@@ -7,10 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from medusa_cluster.json_lines import call
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import ORIGIN, SWITCH, Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
+from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 NODE = Path(__file__).with_name("node_without_ray.py")
@@ -133,14 +133,6 @@ class ClusterOfGpus(ClusterWithoutRay):
 
 class ClusterOfPairsOfGpus(ClusterOfGpus):
     gpus_each = 2
-
-
-def until(condition: Callable[[], Any], shown: Callable[[], Any] = lambda: "") -> None:
-    """Wait for a condition. ``shown``: what to say of it when it does not come to pass."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, shown()
-        time.sleep(0.2)
 
 
 def completion(url: str, seed: int | None = None, tokens: int = 24) -> str:

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from fork_server import MEDUSA_MAIN, ForkedProcess, ForkServer
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.reader import Region
 from process_tree import descendants
+from waiting import until
 
 from benchmarks.origin import Origin
 
 ROOT = Path(__file__).parents[1]
 MEDUSA = Path(sys.executable).with_name("medusa")
-PATIENCE_S = 60.0
 
 
 class Node:
@@ -185,14 +184,6 @@ class Model:
 
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
-
-
-def until(condition: Callable[[], Any], say: Callable[[], str] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{say()}")
-        time.sleep(0.02)
 
 
 def percent(region: Region) -> float:

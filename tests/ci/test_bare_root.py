@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from process_tree import alive, descendants
+from waiting import until
 
 BARE_ROOT = Path(__file__).parents[2] / ".ci" / "bare-root"
 NOT_POSSIBLE = 75
@@ -73,10 +72,3 @@ def test_whoever_started_it_may_be_killed(tmp_path: Path) -> None:
     process.wait()
     until(lambda: not any(alive(pid) for pid in children))
     until(lambda: not list(tmp_path.iterdir()))
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)

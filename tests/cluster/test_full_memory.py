@@ -6,8 +6,9 @@ import json
 import urllib.request
 
 import pytest
-from lab_cluster import EXAMPLE, SETTINGS, ClusterWithoutRay, until
+from lab_cluster import EXAMPLE, SETTINGS, ClusterWithoutRay
 from medusa_cluster.lab.laboratory import Laboratory
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.root, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_nodes import MODEL, PATIENCE_S, ClusterNode, until
+from cluster_nodes import MODEL, PATIENCE_S, ClusterNode
 from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from gateway_fixtures import NAME, GatewayProcess
 from medusa_cluster.json_lines import call
@@ -22,6 +22,7 @@ from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.storage.sources import ORIGIN
 from memory_group import MemoryGroup
 from process_tree import alive, children
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from lab_cluster import EXAMPLE, GROUP_LINK, SETTINGS, ClusterWithoutRay, completion, until
+from lab_cluster import EXAMPLE, GROUP_LINK, SETTINGS, ClusterWithoutRay, completion
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
+from waiting import until
 
 pytestmark = [
     pytest.mark.vllm,

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
 from process_tree import descendants
+from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
@@ -90,13 +90,6 @@ def finish(process: Any) -> tuple[int, str]:
     assert output == ""
     assert "Traceback" not in errors
     return process.returncode, errors
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_line_gets_a_result(batch: Callable[..., Any], tmp_path: Path) -> None:

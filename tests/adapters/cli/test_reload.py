@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 
 def write(folder: Path, text: str) -> None:
@@ -35,13 +35,6 @@ def serving(folder: Path) -> Iterator[Callable[[], str]]:
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-def until(condition: Callable[[], bool], output: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, output()
-        time.sleep(0.2)
 
 
 def answer(output: Callable[[], str]) -> str:

@@ -18,13 +18,10 @@ from medusa_adapters.platforms import duration, openfaas
 from medusa_runtime.errors import ConfigError
 from process_tree import descendants
 
+from benchmarks.ports import free_port
+
 Launch = Callable[..., Any]
 LOCK = Path("/tmp/.lock")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from medusa_cluster.json_lines import JsonLinesServer, call
 from medusa_cluster.node.group_worker import GroupWorker
 from medusa_cluster.policy.decide import Options
 from medusa_runtime.errors import ClusterError, InstanceError
+from waiting import until_async
 
 Scenario = Callable[["Net", Cluster], Awaitable[None]]
 
@@ -203,14 +204,6 @@ class Net:
         self.requested.append(total)
 
 
-async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to pass"
-        await asyncio.sleep(0.02)
-    return found
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., None]:
     """Run a scenario against a controller; a second one in the same test finds what the first has left on disk."""
@@ -223,7 +216,7 @@ def run(tmp_path: Path) -> Callable[..., None]:
             cluster = Cluster(found, tmp_path / "controller.json", options)
             working = asyncio.create_task(cluster.run())
             try:
-                await until(
+                await until_async(
                     lambda: all(node.status for node in cluster.state.nodes.values()) and len(cluster.state.nodes)
                 )
                 await scenario(found, cluster)

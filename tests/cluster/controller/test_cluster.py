@@ -14,8 +14,9 @@ from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.policy.decide import Options
 from medusa_cluster.policy.state import Fetch, Pin
 from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
+from waiting import until_async
 
-from .conftest import Net, until
+from .conftest import Net
 
 Run = Callable[..., None]
 MODEL = "http://store/model"
@@ -65,9 +66,9 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
 def test_a_model_starts_on_the_kind_of_device_that_it_needs(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         net.nodes["b"].device_kind = "h100"
-        await until(lambda: cluster.state.nodes["b"].status.get("device_kind") == "h100")
+        await until_async(lambda: cluster.state.nodes["b"].status.get("device_kind") == "h100")
         await deploy(cluster, min=1, max=3, device_kind="h100")
-        await until(lambda: len(ready(cluster)) == 1)
+        await until_async(lambda: len(ready(cluster)) == 1)
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 100}})
         assert {item["node"] for item in instances(cluster)} == {"b"}
         with pytest.raises(ConfigError, match="device_kind: expected up to 64 letters"):
@@ -79,7 +80,7 @@ def test_a_model_starts_on_the_kind_of_device_that_it_needs(run: Run) -> None:
 def test_routes_wait_no_longer_than_they_were_told(run: Run) -> None:
     async def scenario(_: Net, cluster: Cluster) -> None:
         await deploy(cluster)
-        await until(lambda: cluster.state.routes.current["models"])
+        await until_async(lambda: cluster.state.routes.current["models"])
         version = cluster.state.routes.version
         assert (await ask(cluster, "routes", version=version, wait_s=0.05))["version"] == version
         assert (await ask(cluster, "routes", version="another", wait_s=30))["version"] == version
@@ -90,10 +91,10 @@ def test_routes_wait_no_longer_than_they_were_told(run: Run) -> None:
 def test_a_model_that_is_removed_leaves_its_nodes(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
-        await until(lambda: len(ready(cluster)) == 2)
+        await until_async(lambda: len(ready(cluster)) == 2)
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}})
         await ask(cluster, "remove", name="m")
-        await until(lambda: not any(node.instances for node in net.nodes.values()))
+        await until_async(lambda: not any(node.instances for node in net.nodes.values()))
         assert cluster.state.routes.current["models"] == {}
         await deploy(cluster)
         await asyncio.sleep(0.5)
@@ -105,9 +106,9 @@ def test_a_model_that_is_removed_leaves_its_nodes(run: Run) -> None:
 def test_another_model_under_the_same_name_replaces_the_instances(run: Run) -> None:
     async def scenario(_: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        (before,) = await until(lambda: ready(cluster))
+        (before,) = await until_async(lambda: ready(cluster))
         await deploy(cluster, min=1, url="http://store/other")
-        (after,) = await until(lambda: [name for name in ready(cluster) if name != before])
+        (after,) = await until_async(lambda: [name for name in ready(cluster) if name != before])
         assert cluster.state.instances[after].model == "m"
 
     run(scenario, "a", "b")
@@ -163,11 +164,11 @@ def test_a_start_that_fails_is_tried_again_later_and_told(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         net.nodes["a"].refuses = "no such checkpoint"
         await deploy(cluster, min=1)
-        await until(lambda: "start-failed" in kinds(cluster))
+        await until_async(lambda: "start-failed" in kinds(cluster))
         assert instances(cluster) == []
         assert "no such checkpoint" in next(e["text"] for e in cluster.state.events if e["kind"] == "start-failed")
         net.nodes["a"].refuses = None
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
 
     run(scenario, "a")
 
@@ -177,12 +178,12 @@ def test_a_fetch_that_fails_is_told_and_tried_again_later(run: Run) -> None:
         node = net.nodes["a"]
         node.store_is_away = True
         await deploy(cluster)
-        await until(lambda: "fetch-failed" in kinds(cluster))
+        await until_async(lambda: "fetch-failed" in kinds(cluster))
         assert "Storage.Unreachable" in next(e["text"] for e in cluster.state.events if e["kind"] == "fetch-failed")
         await asyncio.sleep(2)
         assert sum(call["op"] == "fetch" for call in node.calls) <= 2
         node.store_is_away = False
-        await until(lambda: MODEL in node.models)
+        await until_async(lambda: MODEL in node.models)
 
     run(scenario, "a")
 
@@ -190,10 +191,10 @@ def test_a_fetch_that_fails_is_told_and_tried_again_later(run: Run) -> None:
 def test_an_instance_that_died_is_replaced(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        (before,) = await until(lambda: ready(cluster))
-        await until(lambda: cluster.state.instances[before].confirmed)
+        (before,) = await until_async(lambda: ready(cluster))
+        await until_async(lambda: cluster.state.instances[before].confirmed)
         net.nodes["a"].instances[before] |= {"state": "failed", "failure": "signal 9"}
-        await until(lambda: [name for name in ready(cluster) if name != before])
+        await until_async(lambda: [name for name in ready(cluster) if name != before])
         assert kinds(cluster).count("instance-died") == 1
 
     run(scenario, "a")
@@ -202,18 +203,18 @@ def test_an_instance_that_died_is_replaced(run: Run) -> None:
 def test_what_a_node_had_is_elsewhere_after_its_death(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         (other,) = {"a", "b"} - {node}
         net.listed.discard(node)
         net.cut.add(node)
-        await until(lambda: [item for item in instances(cluster) if item["node"] == other and item["state"] == "ready"])
-        assert await until(lambda: MODEL in net.nodes[other].models)
+        await until_async(lambda: any(i["node"] == other and i["state"] == "ready" for i in instances(cluster)))
+        assert await until_async(lambda: MODEL in net.nodes[other].models)
         assert next(item for item in (await ask(cluster, "status"))["nodes"] if item["name"] == node)["state"] == "lost"
         # It comes back, with the instance that it had: one of the two goes.
         net.listed.add(node)
         net.cut.discard(node)
-        await until(lambda: "node-back" in kinds(cluster))
+        await until_async(lambda: "node-back" in kinds(cluster))
 
     run(scenario, "a", "b")
 
@@ -225,14 +226,14 @@ def test_a_node_that_serves_but_cannot_be_told_anything_keeps_its_requests(
 
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1, max=2)
-        (before,) = await until(lambda: ready(cluster))
+        (before,) = await until_async(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         net.listed.discard(node)
         net.cut.add(node)
         net.serving.add(node)
-        await until(lambda: "node-silent" in kinds(cluster))
+        await until_async(lambda: "node-silent" in kinds(cluster))
         assert before in ready(cluster)
-        await until(lambda: len(ready(cluster)) == 2)  # another one that can be told something
+        await until_async(lambda: len(ready(cluster)) == 2)  # another one that can be told something
 
     run(scenario, "a", "b")
 
@@ -240,14 +241,14 @@ def test_a_node_that_serves_but_cannot_be_told_anything_keeps_its_requests(
 def test_a_drained_node_has_nothing_left(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         (other,) = {"a", "b"} - {node}
         with pytest.raises(ConfigError, match="drain_s: expected seconds from 0"):
             await ask(cluster, "drain", node=node, drain_s=-1)
         assert (await ask(cluster, "drain", node=node, drain_s=7))["state"] == "draining"
         assert instances(cluster)[0]["state"] == "draining"
-        await until(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "drained")
+        await until_async(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "drained")
         assert {item["node"] for item in instances(cluster)} == {other}
         assert MODEL in net.nodes[other].models
         assert [request["drain_s"] for request in net.nodes[node].calls if request["op"] == "stop"] == [7]
@@ -258,10 +259,10 @@ def test_a_drained_node_has_nothing_left(run: Run) -> None:
 def test_a_node_that_ends_by_itself_gets_nothing_new(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         net.nodes[node].state = "draining"
-        await until(lambda: [item for item in instances(cluster) if item["node"] != node])
+        await until_async(lambda: [item for item in instances(cluster) if item["node"] != node])
 
     run(scenario, "a", "b")
 
@@ -272,11 +273,11 @@ def test_a_controller_that_starts_again_finds_everything(run: Run, tmp_path: Pat
 
     async def first(_: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1, max=2, settings={"max_concurrency": "3"})
-        known.extend(await until(lambda: ready(cluster)))
+        known.extend(await until_async(lambda: ready(cluster)))
         await ask(cluster, "drain", node="b", drain_s=2.5)
 
     async def second(net: Net, cluster: Cluster) -> None:
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         assert ready(cluster) == known
         assert cluster.state.deployments["m"].settings == {"max_concurrency": "3"}
         assert cluster.state.draining == {"b": 2.5}
@@ -302,13 +303,13 @@ def test_routes_are_not_given_before_the_nodes_have_answered(tmp_path: Path) -> 
 def test_copies_follow_the_newest_version(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
-        await until(lambda: all(MODEL in node.models for node in net.nodes.values()))
-        await until(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v1")
+        await until_async(lambda: all(MODEL in node.models for node in net.nodes.values()))
+        await until_async(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v1")
         net.nodes["b"].models[MODEL]["version"] = net.nodes["b"].version = "v2"  # its agent has fetched anew
         net.nodes["a"].version = "v2"
-        await until(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v2")
+        await until_async(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v2")
         await ask(cluster, "drain", node="b")
-        fetch = await until(
+        fetch = await until_async(
             lambda: [call for call in net.nodes["a"].calls if call["op"] == "fetch" and call["version"] == "v2"]
         )
         assert fetch[0]["sources"] == ["http://b:8114"]
@@ -319,14 +320,14 @@ def test_copies_follow_the_newest_version(run: Run) -> None:
 def test_a_model_that_was_replaced_in_the_store_is_rolled_out(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        (before,) = await until(lambda: ready(cluster))
-        await until(lambda: cluster.state.instances[before].version == "v1")
+        (before,) = await until_async(lambda: ready(cluster))
+        await until_async(lambda: cluster.state.instances[before].version == "v1")
         (holder,) = [node for node in net.nodes.values() if MODEL in node.models][:1]
         for node in net.nodes.values():
             node.version = "v2"
         holder.models[MODEL]["version"] = "v2"  # its agent has looked at the store, and fetched anew
-        await until(lambda: [item for item in ready(cluster) if cluster.state.instances[item].version == "v2"])
-        await until(lambda: before not in cluster.state.instances)
+        await until_async(lambda: [item for item in ready(cluster) if cluster.state.instances[item].version == "v2"])
+        await until_async(lambda: before not in cluster.state.instances)
         (after,) = ready(cluster)
         assert cluster.state.instances[after].version == "v2"
         ended = [event["text"] for event in cluster.state.events if event["kind"] == "scale-down"]
@@ -338,9 +339,9 @@ def test_a_model_that_was_replaced_in_the_store_is_rolled_out(run: Run) -> None:
 def test_nodes_hear_who_has_a_model(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: any(node.models for node in cluster.state.nodes.values() if node.models()))
+        await until_async(lambda: any(node.models for node in cluster.state.nodes.values() if node.models()))
         holder = next(name for name, node in net.nodes.items() if node.models)
-        await until(lambda: cluster.state.nodes[holder].models())
+        await until_async(lambda: cluster.state.nodes[holder].models())
         (other,) = {"a", "b"} - {holder}
         assert await ask(cluster, "sources", node=other, url=MODEL) == [f"http://{holder}:8114"]
         assert await ask(cluster, "sources", node=holder, url=MODEL) == []
@@ -352,10 +353,10 @@ def test_nodes_hear_who_has_a_model(run: Run) -> None:
 def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=3, max=3)
-        await until(lambda: len(ready(cluster)) == 3 and not cluster.execution.fetches(0.0))
+        await until_async(lambda: len(ready(cluster)) == 3 and not cluster.execution.fetches(0.0))
         for node in net.nodes.values():  # behind the controller's back; instances fetch by themselves
             node.models.clear()
-        await until(lambda: not any(node.models() for node in cluster.state.nodes.values()))
+        await until_async(lambda: not any(node.models() for node in cluster.state.nodes.values()))
         assert await ask(cluster, "sources", node="b", url=MODEL) == []
         assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
         assert await ask(cluster, "sources", node="c", url=MODEL) == ["http://a:8114", "http://b:8114"]
@@ -368,7 +369,7 @@ def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> Non
 def test_a_copy_that_a_node_has_just_lost_is_not_taken_for_a_fetch_that_has_ended(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
-        await until(lambda: len(ready(cluster)) == 2 and not cluster.execution.fetches(0.0))
+        await until_async(lambda: len(ready(cluster)) == 2 and not cluster.execution.fetches(0.0))
         assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
         cluster._tick()  # with the status of before
         assert await ask(cluster, "sources", node="b", url=MODEL) == []  # or each would wait for the other
@@ -385,7 +386,7 @@ def test_a_pin_does_not_begin_the_fetch_of_a_worker_whose_layers_come_first(run:
         cluster.execution.begin(Pin("a", MODEL))
         cluster.execution.begin(Fetch("b", MODEL, ()))
         cluster.execution.begin(Pin("b", MODEL))
-        await until(lambda: any(call.get("pin") for call in net.nodes["b"].calls))
+        await until_async(lambda: any(call.get("pin") for call in net.nodes["b"].calls))
         assert not net.nodes["a"].calls
 
     run(scenario, "a", "b")
@@ -394,10 +395,10 @@ def test_a_pin_does_not_begin_the_fetch_of_a_worker_whose_layers_come_first(run:
 def test_a_pin_leaves_the_plan_of_a_fetch_alone(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         cluster.execution.begin(Pin("a", MODEL, pinned=True))
         orders = net.nodes["a"].calls
-        await until(lambda: [call for call in orders if call["op"] == "fetch" and call["sources"] is None])
+        await until_async(lambda: [call for call in orders if call["op"] == "fetch" and call["sources"] is None])
 
     run(scenario, "a")
 
@@ -405,10 +406,10 @@ def test_a_pin_leaves_the_plan_of_a_fetch_alone(run: Run) -> None:
 def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        holder = await until(lambda: next((node for node in net.nodes.values() if node.models), None))
+        holder = await until_async(lambda: next((node for node in net.nodes.values() if node.models), None))
         (other,) = {"a", "b"} - {holder.name}
         holder.models[MODEL]["excluded"] = {f"http://{other}:8114": "Storage.WrongBytes"}
-        await until(lambda: "peer-excluded" in kinds(cluster))
+        await until_async(lambda: "peer-excluded" in kinds(cluster))
         event = next(event for event in cluster.state.events if event["kind"] == "peer-excluded")
         assert event["node"] == other
         await asyncio.sleep(0.6)
@@ -420,9 +421,9 @@ def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
 def test_more_nodes_are_asked_for_when_instances_lack_room(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=3, max=3)
-        await until(lambda: net.requested[-1:] == [3])
+        await until_async(lambda: net.requested[-1:] == [3])
         await ask(cluster, "scale", name="m", min=0)
-        await until(lambda: net.requested[-2:] == [3, 0])
+        await until_async(lambda: net.requested[-2:] == [3, 0])
 
     run(scenario, "a")
 
@@ -432,7 +433,7 @@ def test_a_wish_for_nodes_is_repeated_until_it_arrives_and_an_earlier_one_withdr
     net.refusals = 2
 
     async def scenario(_: Net, cluster: Cluster) -> None:
-        await until(lambda: net.requested)
+        await until_async(lambda: net.requested)
         assert net.refusals == 0
 
     run(scenario, net=net)
@@ -442,17 +443,17 @@ def test_a_wish_for_nodes_is_repeated_until_it_arrives_and_an_earlier_one_withdr
 def test_a_node_without_work_is_let_go_and_used_again(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
-        await until(lambda: len(ready(cluster)) == 2)
+        await until_async(lambda: len(ready(cluster)) == 2)
         await ask(cluster, "scale", name="m", min=1, max=1)
-        await until(lambda: "node-spare" in kinds(cluster))
+        await until_async(lambda: "node-spare" in kinds(cluster))
         (spare,) = (name for name, node in cluster.state.nodes.items() if node.spare)
-        await until(lambda: spare in net.forgotten)  # Ray's autoscaler ends no node with an actor
+        await until_async(lambda: spare in net.forgotten)  # Ray's autoscaler ends no node with an actor
         assert cluster.state.node_state(cluster.state.nodes[spare]) == "drained"
         calls = len(net.nodes[spare].calls)
         await asyncio.sleep(1.5)
         assert not [call for call in net.nodes[spare].calls[calls:] if call["op"] != "status"]
         await ask(cluster, "scale", name="m", min=2, max=2)
-        await until(lambda: len(ready(cluster)) == 2)
+        await until_async(lambda: len(ready(cluster)) == 2)
         assert cluster.state.node_state(cluster.state.nodes[spare]) == "alive"
         assert "node-used" in kinds(cluster)
 
@@ -464,18 +465,18 @@ def test_a_node_that_answers_no_more_is_lost_though_ray_lists_it(run: Run, monke
 
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: ready(cluster))
+        await until_async(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         net.cut.add(node)
-        await until(lambda: "node-lost" in kinds(cluster))
-        await until(lambda: [item for item in instances(cluster) if item["node"] != node and item["state"] == "ready"])
+        await until_async(lambda: "node-lost" in kinds(cluster))
+        await until_async(lambda: any(i["node"] != node and i["state"] == "ready" for i in instances(cluster)))
         # Its server answers again, but orders do not reach it yet: its instance serves.
         net.serving.add(node)
-        await until(lambda: "node-back" in kinds(cluster))
+        await until_async(lambda: "node-back" in kinds(cluster))
         assert cluster.state.node_state(cluster.state.nodes[node]) == "silent"
         assert node in {item["node"] for item in instances(cluster)}
         net.cut.discard(node)
-        await until(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "alive")
+        await until_async(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "alive")
 
     run(scenario, "a", "b")
 
@@ -487,7 +488,7 @@ def test_a_controller_that_was_stopped_for_a_while_loses_no_node(run: Run, monke
     async def scenario(net: Net, cluster: Cluster) -> None:
         node = net.nodes["a"]
         node.answers = asyncio.Event()
-        await until(lambda: node.asked)
+        await until_async(lambda: node.asked)
         time.sleep(0.5)
         node.answers.set()
         await asyncio.sleep(0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +10,10 @@ import pytest
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.policy.state import ChangeRole, StopInstance
 from medusa_runtime.errors import ConfigError
+from waiting import until_async
 
 Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 3, "disaggregated": True}
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    async with asyncio.timeout(20):
-        while not (found := condition()):
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def asked(cluster: Cluster, condition: Callable[[], Any], **load: int) -> Any:
@@ -30,7 +23,7 @@ async def asked(cluster: Cluster, condition: Callable[[], Any], **load: int) -> 
         cluster._report({"gateway": "g", "url": None, "loads": {"m": load}})
         return condition()
 
-    return await until(again)
+    return await until_async(again)
 
 
 def confirmed(cluster: Cluster, role: str, *, helping: bool | None = None) -> list[Any]:
@@ -45,7 +38,7 @@ def routed(cluster: Cluster) -> set[str]:
 async def started(net: Any, cluster: Cluster, **given: Any) -> tuple[Any, Any]:
     """Deploy, ask, and return the first instance that decodes and the first that prefills for it."""
     await cluster.answer({"op": "deploy", "arguments": MODEL | given})
-    await until(lambda: cluster.models.get(MODEL["url"]))
+    await until_async(lambda: cluster.models.get(MODEL["url"]))
 
     def both() -> Any:
         decoding, prefilling = confirmed(cluster, "decode"), confirmed(cluster, "prefill", helping=True)
@@ -53,7 +46,7 @@ async def started(net: Any, cluster: Cluster, **given: Any) -> tuple[Any, Any]:
 
     decode, prefill = await asked(cluster, both, waiting=1)
     net.nodes[prefill.node].become(prefill.id, "prefilling")
-    await until(lambda: not prefill.loading)
+    await until_async(lambda: not prefill.loading)
     return decode, prefill
 
 
@@ -91,9 +84,9 @@ def test_when_the_one_that_decodes_dies_its_partner_serves_and_gets_one_itself(r
         decode, prefill = await started(net, cluster)
         decode.since -= 60.0  # else its model would not be started again at once
         net.nodes[decode.node].instances[decode.id] |= {"state": "failed", "failure": "it was killed"}
-        await until(lambda: decode.id not in cluster.state.instances)
+        await until_async(lambda: decode.id not in cluster.state.instances)
         net.nodes[prefill.node].become(prefill.id, "released")
-        await until(lambda: prefill.id in routed(cluster))
+        await until_async(lambda: prefill.id in routed(cluster))
         new = await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=1)
         decoding = {one.id: one for one in confirmed(cluster, "decode")}
         assert prefill.id in decoding
@@ -174,7 +167,7 @@ def test_one_that_prefills_decodes_when_such_are_missing(run: Run) -> None:
         cluster.execution.begin(ChangeRole(prefill.id, prefill.node, "decode", "decode instances are missing"))
         assert prefill.id not in routed(cluster)
         assert (prefill.role, prefill.loading) == ("decode", True)
-        await until(lambda: prefill.id in routed(cluster))
+        await until_async(lambda: prefill.id in routed(cluster))
         assert {"op": "release", "id": prefill.id} in net.calls()
         assert "role" in [event["kind"] for event in cluster.state.events]
 
@@ -239,7 +232,7 @@ def test_one_that_is_refused_is_not_started_again_and_again(run: Run) -> None:
 
     async def scenario(net: Any, cluster: Cluster) -> None:
         await cluster.answer({"op": "deploy", "arguments": MODEL})
-        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
         end = time.monotonic() + 5
 
         def refused() -> bool:
@@ -266,7 +259,7 @@ def test_one_whose_partner_ends_decodes(run: Run, ends: str) -> None:
             cluster.execution.begin(StopInstance(decode.id, decode.node))
         else:
             del net.nodes[decode.node].instances[decode.id]
-        await until(lambda: prefill.id in routed(cluster))
+        await until_async(lambda: prefill.id in routed(cluster))
         assert {"op": "release", "id": prefill.id} in net.calls()
         net.nodes[decode.node].resumed.set()
 
@@ -280,7 +273,7 @@ def test_an_encoder_is_started_as_a_whole_and_one_event_says_so(run: Run, flag: 
             node.generates = False
         given = {**MODEL, "disaggregated": False, "ttft_slo_s": 0.01, "min": 2, flag: True}
         await cluster.answer({"op": "deploy", "arguments": given})
-        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
         end = time.monotonic() + 2
         await asked(cluster, lambda: time.monotonic() > end, running=30, waiting=5)
         named = [event["text"] for event in cluster.state.events if event["kind"] == "whole"]
@@ -352,7 +345,7 @@ def test_nothing_is_learned_from_the_start_of_one_that_prefilled_first(run: Run)
         nets.append(net)
 
     async def learns_nothing(net: Any, cluster: Cluster) -> None:
-        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
         end = time.monotonic() + 0.5
         await asked(cluster, lambda: time.monotonic() > end, running=30, waiting=9)
         assert "cold-start" not in [event["kind"] for event in cluster.state.events]

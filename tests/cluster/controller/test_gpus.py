@@ -19,8 +19,9 @@ from medusa_cluster.deployment import Deployment
 from medusa_cluster.group.ranges import ModelBytes
 from medusa_cluster.policy.state import Processor
 from medusa_runtime.state.stage_times import StageTimes
+from waiting import until_async
 
-from .conftest import Net, until
+from .conftest import Net
 
 Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 1, "ttft_slo_s": 2.0}  # 4e8 bytes over links of 1e8 a second
@@ -43,8 +44,8 @@ async def asked_for(net: Net, cluster: Cluster, **changes: Any) -> None:
     for node in net.nodes.values():
         node.arrives = True
     await cluster.answer({"op": "deploy", "arguments": MODEL | changes})
-    await until(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
-    await until(lambda: all("device_name" in cluster.state.nodes[n].status or n[0] != "g" for n in net.nodes))
+    await until_async(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
+    await until_async(lambda: all("device_name" in cluster.state.nodes[n].status or n[0] != "g" for n in net.nodes))
     cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
 
 
@@ -58,11 +59,11 @@ def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
         has(net, "g1", **A10 | {"devices": 4, "load_bytes_per_s": 2e10, "device_free_bytes": free})
         settings = {"tensor_parallel": "2", "max_model_len": "1000", "device": "cuda"}
         await cluster.answer({"op": "deploy", "arguments": MODEL | {"engine": "vllm", "settings": settings}})
-        await until(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
-        await until(lambda: "device_name" in cluster.state.nodes["g1"].status)
+        await until_async(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
+        await until_async(lambda: "device_name" in cluster.state.nodes["g1"].status)
         cluster.models.get(MODEL["url"]).kv_bytes_per_token = 10  # type: ignore[arg-type, union-attr]
         cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
-        await until(lambda: cluster.state.instances)
+        await until_async(lambda: cluster.state.instances)
         state = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {})
         node, deployment = state.nodes["g1"], state.deployments["m"]
         assert (node.device_bytes, node.load_bytes_per_s) == (24 * 10**9, 2e10)
@@ -87,7 +88,7 @@ def test_an_instance_takes_what_its_node_has_lent_it_whatever_its_deployment_ask
 
         there = [shown("i", 2, "auto"), shown("j", 0, "cpu")]
         has(net, "g1", **A10 | {"devices": 4, "device_free_bytes": [23 * 10**9] * 2, "instances": there})
-        await until(lambda: len(cluster.state.instances) == 2)  # of a model that was removed
+        await until_async(lambda: len(cluster.state.instances) == 2)  # of a model that was removed
         node = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {}).nodes["g1"]
         assert [(one.slots, one.device) for one in node.instances] == [(2, "auto"), (1, "cpu")]
         assert (node.free_slots(), node.free_slots("cpu"), node.returning) == (2, 0, 0)
@@ -103,7 +104,7 @@ def test_a_model_that_waits_for_a_gpu_says_so_once(run: Run) -> None:
         def asked_again() -> None:
             cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
 
-        await until(lambda: asked_again() or events(cluster, "waits"))
+        await until_async(lambda: asked_again() or events(cluster, "waits"))
         for _ in range(15):
             asked_again()
             await asyncio.sleep(0.1)
@@ -111,8 +112,8 @@ def test_a_model_that_waits_for_a_gpu_says_so_once(run: Run) -> None:
         assert events(cluster, "waits") == [f"m waits for {needed}: g1 has one soon"]
         assert not cluster.state.instances, "a processor is free, but the GPU will be"
         has(net, "g1", **A10)
-        await until(lambda: asked_again() or cluster.state.instances)
-        (start,) = await until(lambda: [call for call in net.calls() if call["op"] == "start"])
+        await until_async(lambda: asked_again() or cluster.state.instances)
+        (start,) = await until_async(lambda: [call for call in net.calls() if call["op"] == "start"])
         assert start["device_bytes"] == 100 + (2 << 30)
         assert [one.node for one in cluster.state.instances.values()] == ["g1"]
 
@@ -143,7 +144,7 @@ def test_a_start_is_predicted_by_those_on_the_same_processor() -> None:
 def test_a_model_that_no_node_can_run_says_so_once(run: Run, asked: dict[str, Any], why: str) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await asked_for(net, cluster, **asked)
-        await until(lambda: events(cluster, "no-node"))
+        await until_async(lambda: events(cluster, "no-node"))
         cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
         assert events(cluster, "no-node") == [f"m starts on no node: {why}"]
         assert not cluster.state.instances
@@ -157,7 +158,7 @@ def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run, more: dict[st
         has(net, "g1", **A10 | more)
         await asked_for(net, cluster, engine="vllm", settings={"tensor_parallel": "2"})
         why = "expected one with 2 GPUs for --set tensor-parallel=2, found 1 at most"
-        await until(lambda: events(cluster, "no-node") == [f"m starts on no node: {why}"])
+        await until_async(lambda: events(cluster, "no-node") == [f"m starts on no node: {why}"])
         assert not cluster.state.instances
 
     run(scenario, "g1", "c1")  # also beside a node without GPUs
@@ -169,8 +170,8 @@ def test_a_group_starts_on_gpus_of_one_kind_but_not_one_of_vllm(run: Run, engine
         for name in ("g1", "g2", "g3", "g4"):
             has(net, name, **A10 | {"device_name": "L4" if name == "g2" else "A10"})
         await asked_for(net, cluster, engine=engine)
-        await until(lambda: any(call["op"] == "start" for call in net.calls()))
-        await until(lambda: all(one.confirmed for one in cluster.state.instances.values()))
+        await until_async(lambda: any(call["op"] == "start" for call in net.calls()))
+        await until_async(lambda: all(one.confirmed for one in cluster.state.instances.values()))
         started = {name for name, node in net.nodes.items() for call in node.calls if call["op"] == "start"}
         assert started <= {"g1", "g3", "g4"}
         assert len(started) == len(cluster.state.instances) == workers
@@ -185,7 +186,7 @@ def test_an_instance_helps_one_on_a_gpu_of_the_same_kind(run: Run, name: str, he
         has(net, "g1", **A10)
         has(net, "g2", **A10 | {"device_name": name})
         await asked_for(net, cluster, live_scaling=True, ttft_slo_s=None, max=2)
-        await until(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
+        await until_async(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
         for node in net.nodes.values():
             node.arrived()
 
@@ -193,7 +194,7 @@ def test_an_instance_helps_one_on_a_gpu_of_the_same_kind(run: Run, name: str, he
             cluster._report({"gateway": "g", "url": None, "loads": {"m": {"running": 8, "waiting": 8}}})
             return len([one for one in cluster.state.instances.values() if one.confirmed]) == 2
 
-        await until(second)
+        await until_async(second)
         ranks = [call["group"]["rank"] for call in net.calls() if call["op"] == "start"]
         assert sorted(ranks) == ([0, 1] if helps else [0, 0])
 

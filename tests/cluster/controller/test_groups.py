@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.policy.state import Processor
+from waiting import until_async
 
 Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 1, "ttft_slo_s": 2.0}  # 4e8 bytes over links of 1e8 a second
-
-
-async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
-    async with asyncio.timeout(within_s):
-        while not (found := condition()):
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def started(net: Any, cluster: Cluster) -> list[Any]:
@@ -26,9 +20,9 @@ async def started(net: Any, cluster: Cluster) -> list[Any]:
     for node in net.nodes.values():
         node.arrives = True
     await cluster.answer({"op": "deploy", "arguments": MODEL})
-    await until(lambda: cluster.models.get(MODEL["url"]))
+    await until_async(lambda: cluster.models.get(MODEL["url"]))
     asked(cluster)
-    await until(
+    await until_async(
         lambda: len(cluster.state.instances) > 1 and all(one.confirmed for one in cluster.state.instances.values())
     )
     return sorted(cluster.state.instances.values(), key=lambda one: one.rank)
@@ -57,10 +51,10 @@ def ended(net: Any, cluster: Cluster, state: str, **group: Any) -> Callable[[], 
         if state == "consolidated":
             for node in net.nodes.values():
                 node.arrived()
-            told = await until(lambda: [call for call in net.calls() if call["op"] == "consolidate"])
+            told = await until_async(lambda: [call for call in net.calls() if call["op"] == "consolidate"])
             assert (told[0]["id"], told[0]["keep"]) == (leader.id, 1)
         shown(net, leader)["group"] |= {"state": state, **group}
-        await until(lambda: list(cluster.state.instances) == [leader.id])
+        await until_async(lambda: list(cluster.state.instances) == [leader.id])
         assert routed(cluster) == [leader.id]
         assert leader.group is None
 
@@ -85,8 +79,8 @@ def test_workers_without_a_leader_end_and_it_starts_again(run: Run) -> None:
         workers = await started(net, cluster)
         gone = {worker.id for worker in workers}
         del net.nodes[workers[0].node].instances[workers[0].id]
-        await until(lambda: not gone & cluster.state.instances.keys())
-        await until(lambda: (asked(cluster), routed(cluster))[1])
+        await until_async(lambda: not gone & cluster.state.instances.keys())
+        await until_async(lambda: (asked(cluster), routed(cluster))[1])
 
     run(scenario, "n1", "n2", "n3", "n4")
 
@@ -97,8 +91,8 @@ def test_a_group_that_cannot_start_is_one_instance(run: Run) -> None:
             node.refuses_groups = "no port is free"
             node.arrives = True
         await cluster.answer({"op": "deploy", "arguments": MODEL})
-        await until(lambda: cluster.models.get(MODEL["url"]))
-        await until(lambda: (asked(cluster), routed(cluster))[1])
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: (asked(cluster), routed(cluster))[1])
         assert len(cluster.state.instances) == 1
         assert next(iter(cluster.state.instances.values())).group is None
 
@@ -120,8 +114,8 @@ def test_a_group_whose_start_fails_in_an_unforeseen_way_is_one_instance(
         for node in net.nodes.values():
             node.arrives = True
         await cluster.answer({"op": "deploy", "arguments": MODEL})
-        await until(lambda: cluster.models.get(MODEL["url"]))
-        await until(lambda: (asked(cluster), routed(cluster))[1])
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: (asked(cluster), routed(cluster))[1])
         assert [item.group for item in cluster.state.instances.values()] == [None]
 
     run(scenario, "n1", "n2", "n3", "n4")
@@ -132,8 +126,8 @@ def test_a_model_whose_workers_end_by_themselves_is_one_instance(run: Run) -> No
         workers = await started(net, cluster)
         for worker in workers:
             shown(net, worker).update(state="failed", failure="a group takes no --tensor-parallel")
-        await until(lambda: not {worker.id for worker in workers} & cluster.state.instances.keys())
-        await until(lambda: (asked(cluster), routed(cluster))[1])
+        await until_async(lambda: not {worker.id for worker in workers} & cluster.state.instances.keys())
+        await until_async(lambda: (asked(cluster), routed(cluster))[1])
         assert [instance.group for instance in cluster.state.instances.values()] == [None]
         (model,) = (await cluster.answer({"op": "status"}))["models"]
         assert model["layers"] == 0, "it may start as a group again at once"
@@ -145,14 +139,14 @@ def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         leader = (await started(net, cluster))[0]
         shown(net, leader)["start"] = {"ttft_s": 1.5, "begins_s": 0.25, "prefill_s": 0.125}
-        starts = await until(lambda: cluster.models.starts(MODEL["url"]))
+        starts = await until_async(lambda: cluster.models.starts(MODEL["url"]))
         assert (starts[0]["workers"], starts[0]["ttft_s"]) == (leader.workers, 1.5)
         assert 0 < starts[0]["predicted_s"] < 2.0
         times = cluster.models.times(MODEL["url"])
         assert times is not None
         assert (times.container_s, times.prefill_s) == (0.25, 0.125)
         shown(net, leader)["start"]["decode_s"] = 0.09
-        await until(lambda: "decode_s" in cluster.models.starts(MODEL["url"])[0])
+        await until_async(lambda: "decode_s" in cluster.models.starts(MODEL["url"])[0])
         assert "t_n" not in cluster.models.learned(MODEL["url"]), "no instance alone has been seen to decode"
         model = cluster.models.get(MODEL["url"])
         assert model is not None
@@ -178,13 +172,13 @@ def test_a_group_that_is_ended_before_its_nodes_were_told_is_not_started(run: Ru
         for node in net.nodes.values():
             node.arrives, node.group_port = True, group_port
         await cluster.answer({"op": "deploy", "arguments": MODEL})
-        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until_async(lambda: cluster.models.get(MODEL["url"]))
         asked(cluster)
         await asking.wait()
         await cluster.answer({"op": "remove", "arguments": {"name": "m"}})
-        await until(lambda: not cluster.state.instances)
+        await until_async(lambda: not cluster.state.instances)
         ended.set()
-        await until(lambda: not any(key[0] == "start" for key in cluster.execution._running))
+        await until_async(lambda: not any(key[0] == "start" for key in cluster.execution._running))
         assert not [call for call in net.calls() if call["op"] == "start"]
         assert "start-failed" not in [event["kind"] for event in cluster.state.events]
 
@@ -196,9 +190,9 @@ def test_what_was_learned_from_a_start_is_forgotten_with_its_instance(run: Run) 
         leader = (await started(net, cluster))[0]
         shown(net, leader)["start"] = {"ttft_s": 1.5, "begins_s": 0.25, "prefill_s": 0.125}
         node = cluster.state.nodes[leader.node]
-        await until(lambda: leader.id in node.starts)
+        await until_async(lambda: leader.id in node.starts)
         del net.nodes[leader.node].instances[leader.id]
-        await until(lambda: leader.id not in cluster.state.instances)
+        await until_async(lambda: leader.id not in cluster.state.instances)
         assert not node.starts
 
     run(scenario, "n1", "n2", "n3", "n4")

@@ -15,8 +15,9 @@ from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.models import Models
 from medusa_cluster.controller.reports import node_status
 from medusa_runtime.errors import ClusterError, MedusaError
+from waiting import until_async
 
-from .conftest import Net, until
+from .conftest import Net
 
 Run = Callable[..., None]
 MODEL = "http://store/model"
@@ -42,7 +43,7 @@ def test_a_gateway_that_reports_nonsense_stops_no_decision(run: Run) -> None:
                 await ask(cluster, "report", gateway="hostile", url=None, loads=loads)
         await ask(cluster, "report", gateway="<script>", url=None, loads={"unknown": {"waiting": 1e17}})
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
-        await until(
+        await until_async(
             lambda: any(item["state"] == "ready" for item in cluster.state.routes.current["models"]["m"]["instances"])
         )
         assert "hostile" not in cluster.state.gateways
@@ -59,14 +60,14 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         async def lie(_: Any) -> dict[str, Any]:
             return STATUS | {"device_bytes": "24 GB"}
 
-        await until(lambda: cluster.state.node_state(cluster.state.nodes["b"]) == "alive")
+        await until_async(lambda: cluster.state.node_state(cluster.state.nodes["b"]) == "alive")
         net.nodes["b"].status = lie  # type: ignore[method-assign]
         why = 'the node b cannot be used: expected the status of a node, found device_bytes of "24 GB"'
-        await until(lambda: cluster.state.nodes["b"].lost_at is not None)
+        await until_async(lambda: cluster.state.nodes["b"].lost_at is not None)
         assert [event["text"] for event in cluster.state.events if event["kind"] == "node-refused"] == [why]
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
-        await until(
+        await until_async(
             lambda: any(item["state"] == "ready" for item in cluster.state.routes.current["models"]["m"]["instances"])
         )
 
@@ -76,13 +77,13 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
 def test_a_node_changes_no_instance_of_another_node(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: any(item.state == "ready" for item in cluster.state.instances.values()))
+        await until_async(lambda: any(item.state == "ready" for item in cluster.state.instances.values()))
         (instance,) = cluster.state.instances.values()
         other = next(node for node in net.nodes.values() if node.name != instance.node)
         other.instances = {instance.id: {"id": instance.id, "model": "m", "state": "failed", "since": time.time()}}
-        await until(lambda: any(event["kind"] == "node-refused" for event in cluster.state.events))
+        await until_async(lambda: any(event["kind"] == "node-refused" for event in cluster.state.events))
         other.device_kind = "x"
-        await until(lambda: cluster.state.nodes[other.name].status.get("device_kind") == "x")
+        await until_async(lambda: cluster.state.nodes[other.name].status.get("device_kind") == "x")
         assert cluster.state.instances[instance.id] is instance
         assert instance.state == "ready"
         why = f"the node {other.name} reports instances of other nodes, which is ignored: {instance.id} of "
@@ -94,7 +95,7 @@ def test_a_node_changes_no_instance_of_another_node(run: Run) -> None:
 
 def test_a_report_may_say_the_gpus_of_an_instance_and_not_its_device(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
-        await until(lambda: cluster.state.nodes["a"].status)
+        await until_async(lambda: cluster.state.nodes["a"].status)
         node, shown = cluster.state.nodes["a"], {"model": "m", "state": "ready", "since": time.time()}
         first = {"id": "i", "gpus": 2, "version": None, **shown}
         node.status = node_status({**node.status, "instances": [first, {"id": "j", "device": "cpu", **shown}]})
@@ -220,8 +221,8 @@ def test_a_node_that_names_no_port_for_a_group_holds_up_no_start(run: Run, port:
             node.group_port = answer  # type: ignore[method-assign]
             node.arrives = True
         await ask(cluster, "deploy", name="m", url=MODEL, max=1, **wanted)
-        await until(lambda: cluster.models.get(MODEL))
+        await until_async(lambda: cluster.models.get(MODEL))
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}})
-        await until(lambda: any(event["kind"] == "start-failed" for event in cluster.state.events))
+        await until_async(lambda: any(event["kind"] == "start-failed" for event in cluster.state.events))
 
     run(scenario, "a", "b", "c", "d")

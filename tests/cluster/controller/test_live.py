@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ConfigError
+from waiting import until_async
 
 Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 3, "live_scaling": True}
@@ -21,9 +21,9 @@ async def first(net: Any, cluster: Cluster) -> Any:
     for node in net.nodes.values():
         node.arrives = True
     await cluster.answer({"op": "deploy", "arguments": MODEL})
-    await until(lambda: cluster.models.get(MODEL["url"]))
+    await until_async(lambda: cluster.models.get(MODEL["url"]))
     asked(cluster, waiting=1)
-    (found,) = await until(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
+    (found,) = await until_async(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
     for node in net.nodes.values():
         node.arrived()
     return found
@@ -31,13 +31,6 @@ async def first(net: Any, cluster: Cluster) -> Any:
 
 def asked(cluster: Cluster, **load: int) -> None:
     cluster._report({"gateway": "g", "url": None, "loads": {"m": load}})
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    async with asyncio.timeout(20):
-        while not (found := condition()):
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def loaded(cluster: Cluster, count: int) -> list[Any]:
@@ -48,7 +41,7 @@ async def loaded(cluster: Cluster, count: int) -> list[Any]:
         found = list(cluster.state.instances.values())
         return found if len(found) == count and all(one.confirmed for one in found) else []
 
-    found: list[Any] = await until(there)
+    found: list[Any] = await until_async(there)
     return found
 
 
@@ -75,7 +68,7 @@ def test_a_new_instance_helps_the_loaded_one_and_serves_when_it_has_its_weights(
         assert (model["instances"], model["starting"]) == (1, 1)
         assert waits["token"] not in str(await cluster.answer({"op": "status"}))
         net.nodes[helper.node].become(helper.id, "released")
-        await until(lambda: routed(cluster) == {source.id, helper.id})
+        await until_async(lambda: routed(cluster) == {source.id, helper.id})
         assert "live" in [event["kind"] for event in cluster.state.events]
 
     run(scenario, "n1", "n2")
@@ -92,14 +85,14 @@ def test_one_instance_is_helped_by_one_at_a_time(run: Run) -> None:
 
 async def next_plan(net: Any, cluster: Cluster, failed: Any) -> Any:
     """The plan of the instance that is started when the ``failed`` one is forgotten and a request waits."""
-    await until(lambda: failed.id not in cluster.state.instances)
+    await until_async(lambda: failed.id not in cluster.state.instances)
     del net.nodes[failed.node].instances[failed.id]
 
     def again() -> bool:
         asked(cluster, waiting=1)
         return len(plans(net)) == 2
 
-    await until(again)
+    await until_async(again)
     return plans(net)[1]
 
 
@@ -131,7 +124,7 @@ def test_a_source_that_dies_while_it_drains_leaves_live_scaling_on(run: Run) -> 
         net.serving.add(source.node)
         cluster.execution.begin(StopInstance(source.id, source.node, 0.0))
         net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
-        await until(lambda: source.id not in cluster.state.instances)
+        await until_async(lambda: source.id not in cluster.state.instances)
         assert cluster.models.scales_live(cluster.state.deployments["m"], time.monotonic())
 
     run(scenario, "n1", "n2")

@@ -14,8 +14,9 @@ from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
 from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ClusterError
+from waiting import until_async
 
-from .conftest import Net, until
+from .conftest import Net
 
 Run = Callable[..., None]
 MODEL = "http://store/model"
@@ -49,11 +50,11 @@ def test_a_full_disk_blinds_the_controller_to_no_node(run: Run, tmp_path: Path) 
             "url": MODEL, "state": "done", "fetched_bytes": 1, "total_bytes": 1, "idle_s": 0, "pinned": False,
             "version": "v9",
         }  # fmt: skip
-        await until(lambda: cluster.state.nodes["a"].models())
+        await until_async(lambda: cluster.state.nodes["a"].models())
         net.nodes["a"].state = "draining"
-        await until(lambda: cluster.state.nodes["a"].status["state"] == "draining", 5)
+        await until_async(lambda: cluster.state.nodes["a"].status["state"] == "draining")
         blocker.rmdir()
-        await until(lambda: "v9" in (tmp_path / "controller.json").read_text(), 5)
+        await until_async(lambda: "v9" in (tmp_path / "controller.json").read_text())
 
     run(scenario, "a")
 
@@ -61,7 +62,7 @@ def test_a_full_disk_blinds_the_controller_to_no_node(run: Run, tmp_path: Path) 
 def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
+        await until_async(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         (tmp_path / "controller.new").mkdir()
         for operation, arguments in (
             ("deploy", {"name": "m", "url": MODEL, "min": 1, "settings": {"threads": "1"}}),
@@ -76,7 +77,7 @@ def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
         (tmp_path / "controller.new").rmdir()
         (old,) = cluster.state.instances
         await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
-        await until(lambda: old not in cluster.state.instances, 5)
+        await until_async(lambda: old not in cluster.state.instances)
 
     run(scenario, "a")
 
@@ -84,17 +85,19 @@ def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
 def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(
+        await until_async(
             lambda: [item for item in cluster.state.instances.values() if item.state == "ready" and item.confirmed]
         )
         (known,) = cluster.state.instances.values()
         net.cut.add(known.node)
         cluster.execution.begin(StopInstance(known.id, known.node, 0.0))
-        await until(lambda: cluster.state.nodes[known.node].lost_at is not None)
-        await until(lambda: not cluster.execution.busy_with(known.id))
+        await until_async(lambda: cluster.state.nodes[known.node].lost_at is not None)
+        await until_async(lambda: not cluster.execution.busy_with(known.id))
         net.cut.clear()
-        await until(lambda: cluster.state.nodes[known.node].lost_at is None)
-        await until(lambda: known.id in cluster.state.instances or known.id not in net.nodes[known.node].instances, 5)
+        await until_async(lambda: cluster.state.nodes[known.node].lost_at is None)
+        await until_async(
+            lambda: known.id in cluster.state.instances or known.id not in net.nodes[known.node].instances
+        )
 
     run(scenario, "a")
 
@@ -102,22 +105,22 @@ def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) 
 def test_an_instance_that_drains_goes_on_when_the_load_needs_it_again(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(
+        await until_async(
             lambda: [item for item in cluster.state.instances.values() if item.state == "ready" and item.confirmed]
         )
         (known,) = cluster.state.instances.values()
         node = net.nodes[known.node]
         node.busy.add(known.id)
         node.instances[known.id]["running"] = 1
-        await until(lambda: known.running == 1)
+        await until_async(lambda: known.running == 1)
         cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
         assert known.state == "draining"
-        await until(lambda: known.state == "ready" and not cluster.execution.busy_with(known.id))
+        await until_async(lambda: known.state == "ready" and not cluster.execution.busy_with(known.id))
         assert cluster.state.instances == {known.id: known}
         assert [call["op"] for call in node.calls].count("start") == 1
         node.busy.clear()
         cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
-        await until(lambda: known.id not in cluster.state.instances)
+        await until_async(lambda: known.id not in cluster.state.instances)
 
     run(scenario, "a")
 
@@ -131,12 +134,12 @@ def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: 
 
         cluster.execution.start_task(("drop", "a", "http://store/other"), drop(None))
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: cluster.state.instances)
+        await until_async(lambda: cluster.state.instances)
         (old,) = cluster.state.instances
         await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
-        await until(lambda: old not in cluster.state.instances)
+        await until_async(lambda: old not in cluster.state.instances)
         dropped.set()
-        await until(lambda: net.nodes["a"].instances)
+        await until_async(lambda: net.nodes["a"].instances)
         await asyncio.sleep(0.5)
         assert old not in net.nodes["a"].instances
 
@@ -161,11 +164,11 @@ def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(ru
             return await status(request) | {"at": time.time() + ahead_s}
 
         node.status = by_its_own_clock  # type: ignore[method-assign]
-        await until(lambda: "at" in cluster.state.nodes["a"].status)
+        await until_async(lambda: "at" in cluster.state.nodes["a"].status)
         for name, lasted_s in (("new", 1.0), ("old", 3600.0)):
             since = time.time() + ahead_s - lasted_s
             node.instances[name] = {"id": name, "model": "m", "state": "ready", "since": since}
-        await until(lambda: {"new", "old"} <= cluster.state.instances.keys())
+        await until_async(lambda: {"new", "old"} <= cluster.state.instances.keys())
         execution: Any = cluster.execution
         for name, failures in (("old", 0), ("new", 1)):
             assert execution.note_failed(name)
@@ -180,9 +183,9 @@ def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch:
         execution._fetch_failed(("b", MODEL), "the store is away", time.monotonic())
         net.listed.discard("b")
         net.cut.add("b")
-        await until(lambda: "b" in net.forgotten)
+        await until_async(lambda: "b" in net.forgotten)
         monkeypatch.setattr(members, "_FORGET_LOST_S", 0.0)
-        await until(lambda: "b" not in cluster.state.nodes)
+        await until_async(lambda: "b" not in cluster.state.nodes)
         execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
         assert set(execution._failed_fetches) == {("a", MODEL)}
         known: Any = cluster._members
@@ -206,7 +209,7 @@ def test_a_start_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkey
 
         monkeypatch.setattr(net, "call", call)
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
+        await until_async(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         assert failed
         assert failed[0] not in cluster.state.instances
         assert "start-failed" in [event["kind"] for event in cluster.state.events]
@@ -226,9 +229,9 @@ def test_a_stop_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkeyp
 
         monkeypatch.setattr(net, "call", call)
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
+        await until_async(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         await ask(cluster, "remove", name="m")
-        await until(lambda: not cluster.state.instances)
+        await until_async(lambda: not cluster.state.instances)
         assert not net.nodes["a"].instances
 
     run(scenario, "a")
@@ -240,9 +243,9 @@ def test_nothing_is_kept_of_a_model_that_was_removed(run: Run) -> None:
         models: Any = cluster.models
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}}, version="")
-        await until(lambda: "m" in loads._last_request and models.get(MODEL))
+        await until_async(lambda: "m" in loads._last_request and models.get(MODEL))
         await ask(cluster, "remove", name="m")
-        await until(lambda: not cluster.state.instances)
+        await until_async(lambda: not cluster.state.instances)
         await ask(cluster, "status")
         assert (loads._last_request, models._known, models._attempts) == ({}, {}, {})
 
@@ -255,10 +258,10 @@ def test_a_node_that_left_before_it_ever_answered_is_forgotten(run: Run, monkeyp
     async def scenario(net: Net, cluster: Cluster) -> None:
         net.cut.add("b")
         net.listed.add("b")
-        await until(lambda: "b" in cluster.state.nodes)
+        await until_async(lambda: "b" in cluster.state.nodes)
         net.listed.remove("b")
-        await until(lambda: "b" not in cluster.state.nodes)
-        await until(lambda: "b" in net.forgotten)
+        await until_async(lambda: "b" not in cluster.state.nodes)
+        await until_async(lambda: "b" in net.forgotten)
         assert "a" in cluster.state.nodes
 
     run(scenario, "a")

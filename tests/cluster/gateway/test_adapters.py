@@ -8,7 +8,8 @@ from typing import Any
 
 from adapter_fixtures import write_adapter
 from cluster_stand_in import StandIn
-from gateway_fixtures import MODEL, NAME, Stream, until
+from gateway_fixtures import MODEL, NAME, Stream
+from waiting import until
 
 ASKED = {"prompt": "This function returns", "max_tokens": 12, "temperature": 0}
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb, until
+from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb
 from medusa_cluster.gateway.answer_memory import AnswerMemory, default_total_bytes
 from memory_group import MemoryGroup, group
+from waiting import until
 
 __all__ = ["group"]
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from certificates import make_certificates
 from cluster_stand_in import StandIn, write_token
-from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from gateway_fixtures import NAME, GatewayProcess, Instance
 from medusa_runtime.storage.peer_access import PeerAccess
+from waiting import until
 
 Start = Callable[..., Any]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, Stream, until
+from gateway_fixtures import NAME, GatewayProcess, Instance, Stream
+from waiting import until
 
 Start = Callable[..., Any]
 

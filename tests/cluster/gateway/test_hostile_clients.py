@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb, until
+from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb
 from medusa_cluster.gateway.call import parse_call
+from waiting import until
 
 Start = Callable[..., GatewayProcess]
 _CHUNK = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"

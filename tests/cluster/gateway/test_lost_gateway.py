@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, Stream, until
+from gateway_fixtures import NAME, GatewayProcess, Instance, Stream
 from memory_group import MemoryGroup, group
+from waiting import until
 
 __all__ = ["group"]
 

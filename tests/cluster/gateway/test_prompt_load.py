@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import GatewayProcess, until
+from gateway_fixtures import GatewayProcess
 from medusa_cluster.gateway.call import parse_call
 from medusa_cluster.gateway.faults import Fault
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
+from waiting import until
 
 _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
 

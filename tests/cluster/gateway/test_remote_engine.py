@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from gateway_fixtures import NAME, GatewayProcess, Instance
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from medusa_cluster.remote.engine import ClusterEngine
 from medusa_cluster.remote.gateways import Gateways
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import EngineError
+from waiting import until
 
 Start = Callable[..., Any]
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from gateway_fixtures import NAME, GatewayProcess, Instance
+from waiting import until
 
 
 def test_each_answer_has_an_id_that_the_log_has(

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from gateway_fixtures import NAME, GatewayProcess, Instance
+from waiting import until
 
 Start = Callable[..., Any]
 ASKED: dict[str, Any] = {

@@ -14,9 +14,10 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, until
+from gateway_fixtures import NAME, GatewayProcess
 from medusa_cluster.gateway import server as gateway_server
 from medusa_cluster.gateway.instance_response import Answer
+from waiting import until
 
 Start = Callable[..., GatewayProcess]
 _ANSWER = json.dumps({"data": "x" * (24 << 20)}).encode()  # more than sockets hold

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, until
+from gateway_fixtures import NAME, GatewayProcess
+from waiting import until
 
 
 @pytest.fixture

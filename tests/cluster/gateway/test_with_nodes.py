@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from cluster_nodes import ClusterNode
-from cluster_nodes import until as until_slowly
-from gateway_fixtures import MODEL, NAME, GatewayProcess, Stream, until
+from gateway_fixtures import MODEL, NAME, GatewayProcess, Stream
 from medusa_cluster.json_lines import call
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def nodes() -> Iterator[Nodes]:
         head.wait_ready()
         other = ClusterNode("n1", 1, head)
         other.wait_ready()
-        until_slowly(lambda: head.status_of("n1").get("state") == "alive", head.output)
+        until(lambda: head.status_of("n1").get("state") == "alive", head.output)
         yield head, other
     finally:
         for node in (other, head):
@@ -54,7 +54,7 @@ def gateway(nodes: Nodes, tmp_path: Path) -> Iterator[GatewayProcess]:
     finally:
         started.kill()
         head.call("remove", name=NAME)
-        until_slowly(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
+        until(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
         assert "Traceback" not in started.output()
 
 
@@ -101,7 +101,7 @@ def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
         asked = [
             pool.submit(gateway.post, "/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED}) for _ in range(24)
         ]
-        instance = until_slowly(lambda: head.ready_instance(NAME), head.output)
+        instance = until(lambda: head.ready_instance(NAME), head.output)
         os.kill(_pid(nodes, instance), signal.SIGKILL)
         stream.rest()
         answers = [one.result() for one in asked]
@@ -115,7 +115,7 @@ def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
     assert gateway.get("/cluster/status")[1]["gateways"]
     assert head.medusa("status", "--html", str(tmp_path / "cluster.html")).returncode == 0
     assert NAME in (tmp_path / "cluster.html").read_text()
-    until_slowly(lambda: not head.call("routes")["models"][NAME]["instances"], head.output)
+    until(lambda: not head.call("routes")["models"][NAME]["instances"], head.output)
     assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})[0] == 200
 
 
@@ -140,7 +140,7 @@ def test_a_stream_goes_on_while_its_node_drains(
     asked = ASKED | {"max_tokens": LONG, "n": 4, "logprobs": 20}
     status, whole = gateway.post("/v1/completions", {"model": NAME, **asked})
     assert status == 200, whole
-    instance = until_slowly(lambda: head.ready_instance(NAME), head.output)
+    instance = until(lambda: head.ready_instance(NAME), head.output)
     on, lost = instance["node"], gateway.metric("medusa_gateway_retries_total", reason="lost")
     stream = Stream(gateway, "/v1/completions", asked)
     stream.take(3)
@@ -180,7 +180,7 @@ def test_what_serves_no_request_may_die(
     status, answer = gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})
     assert status == 200, answer
     assert answer["choices"][0]["text"] == expected(60)
-    until_slowly(lambda: gateway.metric("medusa_gateway_controller_away_seconds") == 0, gateway.output)
+    until(lambda: gateway.metric("medusa_gateway_controller_away_seconds") == 0, gateway.output)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -190,7 +190,7 @@ def test_a_node_that_is_lost_takes_no_request_with_it(
     """The node server is gone or stands still, with all that it started."""
     head, other = nodes
     head.call("scale", name=NAME, min=2, max=2)
-    until_slowly(
+    until(
         lambda: (
             {item["node"] for item in head.call("routes")["models"][NAME]["instances"] if item["state"] == "ready"}
             == {"head", "n1"}
@@ -212,4 +212,4 @@ def test_a_node_that_is_lost_takes_no_request_with_it(
         other.end(signal.SIGKILL)
         other.start()
         other.wait_ready()
-    until_slowly(lambda: head.status_of("n1")["state"] == "alive", other.output)
+    until(lambda: head.status_of("n1")["state"] == "alive", other.output)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_fixtures import Group, host_gpu, until
+from group_fixtures import Group, host_gpu
 from medusa_runtime.errors import OverloadedError
+from waiting import until
 
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
 SHORT = "springt"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from group_fixtures import FILES, Group, until
+from group_fixtures import FILES, Group
 from medusa_cluster.group.plan import GroupPlan
 from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
 from medusa_cluster.group.wire.message import Kind, Message, json_message
@@ -19,6 +19,7 @@ from medusa_cluster.node.group_worker import GroupWorker
 from medusa_cluster.node.settings import TlsFiles
 from medusa_runtime.errors import ConfigError, EngineError
 from medusa_runtime.storage.peer_access import PeerAccess
+from waiting import until
 
 GROUP, TOKEN = 7, "the group's secret"
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_fixtures import Group, free_port, host_gpu, until
+from group_fixtures import Group, host_gpu
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
 from medusa_runtime.engine.torch import transfers
 from medusa_runtime.errors import ConfigError, EngineError
+from waiting import until
+
+from benchmarks.ports import free_port
 
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
 SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import SETTINGS, fill_region
-from group_fixtures import Group, host_gpu, until
+from group_fixtures import Group, host_gpu
 from host_gpu import Arrived, Bundled, HostGpu, HostKernels, HostLink, Recorder
 from medusa_cluster.group.gathering import BlockSource, Gathering
 from medusa_cluster.group.plan import GroupPlan
@@ -34,6 +34,7 @@ from medusa_runtime.state.kinds import KINDS, file_name
 from medusa_runtime.state.kv_plan import plan_to_record
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
+from waiting import until
 
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
 FULL = (

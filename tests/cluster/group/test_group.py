@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from group_fixtures import Group, host_gpu, until
+from group_fixtures import Group, host_gpu
+from waiting import until
 
 PROMPTS = (
     "Tokens flow from storage",

@@ -25,11 +25,11 @@ from lab_cluster import (
     ClusterWithoutRay,
     ClusterWithRay,
     completion,
-    until,
 )
 from medusa_cluster.json_lines import call
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,

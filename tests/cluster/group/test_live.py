@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_fixtures import Served, fill_region
-from group_fixtures import Group, free_port, host_gpu, until
+from group_fixtures import Group, host_gpu
 from medusa_cluster.group.identity import identity_of
 from medusa_cluster.group.live import target as live_target
 from medusa_cluster.group.live.handover import send_cache, send_handover
@@ -21,8 +21,10 @@ from medusa_cluster.group.wire.message import Kind
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
 from region_fixtures import Filling
+from waiting import until
 
 from benchmarks.pipeline.zigzag import Scaling, best_effort, schedule
+from benchmarks.ports import free_port
 
 PROMPTS = [[number] * (2 + 7 * number) for number in range(15)]  # some shorter than a block of keys and values
 SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
@@ -315,7 +317,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
     time.sleep(0.6)  # two looks more
     assert caplog.text.count("cannot be read") == 1
     path.write_text(text.replace('"stay"', '"up"'))
-    until(lambda: made.leader.engine.stats()["paired"] == 0, seconds=10)
+    until(lambda: made.leader.engine.stats()["paired"] == 0)
 
 
 def test_a_prefill_instance_that_ends_costs_no_token(group: Callable[..., Group], serve: Any) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_fixtures import free_port, until
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from waiting import until
+
+from benchmarks.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_runtime.errors import UnauthorizedError, UnknownNameError
 from process_tree import alive, descendants
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -27,13 +26,6 @@ MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 REQUEST = {"model": "pydoc-lm", "prompt": "This function returns", "max_tokens": 12, "temperature": 0}
 ANSWER = " the value of the value."
-
-
-def until(condition: Callable[[], object], patience_s: float = 120) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
 
 
 def completion(url: str) -> str:

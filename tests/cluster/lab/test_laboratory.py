@@ -18,6 +18,7 @@ import pytest
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_runtime.errors import ConfigError, LabError
 from process_tree import alive, descendants, stopped
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -34,13 +35,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     (folder / "weights").write_bytes(os.urandom(2 * _MB))
     with Laboratory(3, "160mbit", cpus=0.5, cores={"n3": OWN}, origin={"model": folder}) as laboratory:
         yield laboratory
-
-
-def until(condition: Callable[[], object], patience_s: float = 60) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.05)
 
 
 def rate_of(lab: Laboratory, *flows: tuple[str, str], size_bytes: int = 16 * _MB) -> list[float]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import fake_nvml
 import pytest
-from cluster_nodes import MODEL, ClusterNode, complete, until
+from cluster_nodes import MODEL, ClusterNode, complete
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

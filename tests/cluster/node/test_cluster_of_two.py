@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_nodes import MODEL, ClusterNode, complete, environment, until
+from cluster_nodes import MODEL, ClusterNode, complete, environment
 from medusa_cluster.json_lines import call
 from medusa_runtime.errors import ConfigError, MedusaError, NoControllerError, UnknownNameError
 from process_tree import Unloaded, alive, children, stopped
+from waiting import until
 
 from benchmarks.origin import Origin, Variant
 
@@ -213,11 +214,11 @@ def test_what_is_stopped_is_killed_within_three_seconds(deployed: tuple[ClusterN
     watcher, stopped_pid = (other.process.pid, server) if victim == "node server" else (server, _pid(head, victim))
     os.kill(stopped_pid, signal.SIGSTOP)
     clock, began = Unloaded(watcher), time.monotonic()
-    until(lambda: not alive(stopped_pid) or stopped(stopped_pid), pause_s=0.01)
-    until(lambda: not alive(stopped_pid) or not stopped(stopped_pid), pause_s=0.02)
+    until(lambda: not alive(stopped_pid) or stopped(stopped_pid))
+    until(lambda: not alive(stopped_pid) or not stopped(stopped_pid))
     noticed_s, loaded_s = clock.passed_s(), time.monotonic() - began
     works = {"ray::Controller": lambda: _routes(head), "node server": lambda: _answers(other)}
-    until(works.get(victim, lambda: _pid(head, victim) not in (None, stopped_pid)), head.output, pause_s=0.02)
+    until(works.get(victim, lambda: _pid(head, victim) not in (None, stopped_pid)), head.output)
     replaced_s = time.monotonic() - began
     print(f"{victim}: killed {loaded_s:.2f} s after it was stopped, replaced after {replaced_s:.2f} s")
     assert noticed_s <= 3
@@ -236,10 +237,10 @@ def test_what_is_deadlocked_is_killed_within_three_seconds(
     assert hung is not None
     os.kill(hung, signal.SIGUSR1)
     clock, began = Unloaded(server), time.monotonic()
-    until(lambda: not alive(hung), head.output, pause_s=0.02)
+    until(lambda: not alive(hung), head.output)
     noticed_s, loaded_s = clock.passed_s(), time.monotonic() - began
     works = {"ray::Controller": lambda: _routes(head), "node server": lambda: _answers(other)}
-    until(works.get(victim, lambda: _pid(head, victim) not in (None, hung)), head.output, pause_s=0.02)
+    until(works.get(victim, lambda: _pid(head, victim) not in (None, hung)), head.output)
     replaced_s = time.monotonic() - began
     print(f"{victim}: killed {loaded_s:.2f} s after it was deadlocked, replaced after {replaced_s:.2f} s")
     assert noticed_s <= 3
@@ -257,8 +258,8 @@ def test_a_keeper_that_is_stopped_goes_on_within_three_seconds(deployed: tuple[C
     (server,) = children(other.process.pid)
     os.kill(other.process.pid, signal.SIGSTOP)
     clock = Unloaded(server)
-    until(lambda: stopped(other.process.pid), pause_s=0.01)
-    until(lambda: not stopped(other.process.pid), other.output, pause_s=0.02)
+    until(lambda: stopped(other.process.pid))
+    until(lambda: not stopped(other.process.pid), other.output)
     assert clock.passed_s() <= 3
     assert f"the keeper of the node server (process {other.process.pid})" in other.output()
     assert _alive_nodes(head) == ["head", "n1"]
@@ -274,7 +275,7 @@ def test_a_node_whose_server_and_its_keeper_stand_still_is_lost_within_three_sec
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
     clock, began = Unloaded(_pid(head, "ray::Controller") or 0), time.monotonic()
-    until(lambda: head.status_of("n1")["state"] == "lost", head.output, pause_s=0.02)
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output)
     lost_s = clock.passed_s()
     print(f"node: lost {time.monotonic() - began:.2f} s after its server and its keeper were stopped")
     assert lost_s <= 3
@@ -398,10 +399,10 @@ def test_a_killed_node_leaves_nothing_and_joins_again(deployed: tuple[ClusterNod
     processes = other.processes()
     other.process.kill()
     clock, began = Unloaded(_pid(head, "ray::Controller") or 0), time.monotonic()
-    until(lambda: head.status_of("n1")["state"] == "lost", head.output, pause_s=0.02)
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output)
     print(f"lost {time.monotonic() - began:.2f} s after its keeper was killed")
     assert clock.passed_s() <= 3
-    until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))), 20)
+    until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))))
     assert other.process.wait() == -signal.SIGKILL
     assert "the node n1 is lost" in [event["text"].partition(",")[0] for event in head.call("status")["events"]]
     until(lambda: (head.ready_instance(NAME) or {}).get("node") == "head", head.output)

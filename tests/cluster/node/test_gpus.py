@@ -19,6 +19,7 @@ from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.device.nvml import GpuInfo
 from medusa_runtime.errors import InstanceError
+from waiting import until
 
 TORCH = Deployment("m", "http://127.0.0.1:1/m")
 TWO = "A10,GPU-aa,24000,9000,4,16\nA10,GPU-bb,24000,23000,4,16"
@@ -28,13 +29,6 @@ Watched = Callable[..., Gpus]
 
 def free_of(*gb: int) -> dict[str, list[int]]:
     return {"device_free_bytes": [one * 10**9 for one in gb], "device_free_sizes": [24 * 10**9 for _ in gb]}
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -19,14 +19,6 @@ pytestmark = [
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 NAME = "pydoc-lm"
-
-
-def until(condition: Callable[[], Any], patience_s: float = 200) -> Any:
-    deadline = time.monotonic() + patience_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
-    return found
 
 
 def test_a_node_that_was_cut_off_is_replaced_and_comes_back() -> None:

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster_nodes import MEDUSA, MODEL, ClusterNode, environment, until
+from cluster_nodes import MEDUSA, MODEL, ClusterNode, environment
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from medusa_runtime.errors import MedusaError
-from peer_nodes import Model, Node, percent, until
+from peer_nodes import Model, Node, percent
+from waiting import until
 
 PACE = 6_000_000  # bytes a second: two seconds for the model
 ENDED_S = 60.0  # longer than a fetch tries without any bytes

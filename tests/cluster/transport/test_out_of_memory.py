@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 from memory_group import MemoryGroup, group
-from peer_nodes import Model, Node, percent, until
+from peer_nodes import Model, Node, percent
 from process_tree import alive
+from waiting import until
 
 __all__ = ["group"]
 

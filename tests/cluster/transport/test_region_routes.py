@@ -10,10 +10,9 @@ import random
 import socket
 import struct
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,6 +29,7 @@ from medusa_runtime.region.writer import RegionWriter
 from medusa_runtime.storage.framing import PEER_CHUNK_BYTES, import_xxh3_64
 from medusa_runtime.storage.peer import PeerStore
 from medusa_runtime.storage.peer_access import PeerAccess
+from waiting import until
 
 CHUNK = PEER_CHUNK_BYTES[0]
 COUNT = 6
@@ -405,10 +405,3 @@ def test_a_reader_that_takes_nothing_is_given_up() -> None:
             until(lambda: served.using == 0)
     finally:
         served.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)

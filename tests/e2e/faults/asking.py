@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 LONG = {"prompt": "a", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
@@ -44,10 +43,3 @@ class Requests:
 def shared_files() -> set[str]:
     """Names in /dev/shm, without those of Python's multiprocessing, which others use."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem."))}
-
-
-def until(condition: Callable[[], bool], say: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.01)

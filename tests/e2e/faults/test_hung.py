@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from process_tree import Unloaded, alive, stopped
+from waiting import until
 
 from ..slow_origin import SlowOrigin, serving_origin
 
@@ -41,13 +42,6 @@ def killed_within(serving: Any, name: str) -> float:
     passed_s = clock.passed_s()
     until(lambda: not alive(pid))
     return passed_s
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "nobody has noticed"
-        time.sleep(0.01)
 
 
 def other(serving: Any, name: str, than: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from adapter_fixtures import merge, write_adapter
 from engine_fixtures import fill_region, serve_region
+from waiting import until
 
 from ..conftest import Serving
 from ..slow_origin import SlowOrigin, serving_origin
@@ -180,13 +180,6 @@ def test_an_engine_that_comes_after_a_crash_has_the_adapters(
     os.kill(function.child("engine"), signal.SIGKILL)
     until(lambda: function.request("POST", "/v1/completions", {"model": "one", "prompt": "A"})[0] == 200)
     assert text(function, "one") == said
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_the_base_does_not_wait_and_one_in_use_stays(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +13,7 @@ from medusa_handler.probes import Probes
 from medusa_handler.server.wsgi_gateway import WsgiGateway
 from medusa_runtime.config import Settings
 from medusa_runtime.liveness import Heartbeats
-
-
-def until(condition: Any) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not become true")
+from waiting import until
 
 
 def test_held_requests_begin_in_the_order_of_arrival() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from medusa_runtime.engine.encoder.engine import EncoderEngine
 from medusa_runtime.engine.encoder.text_encoder import Tokens
 from medusa_runtime.errors import EngineError
 from medusa_runtime.timeline import Timeline
+from waiting import until
 
 
 class FakeEncoder:
@@ -56,13 +57,6 @@ def embedding(engine: EncoderEngine, cancelled: threading.Event | None = None) -
     thread.start()
     until(lambda: engine.stats()["waiting"] == 1)
     return thread, errors
-
-
-def until(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_text_whose_caller_has_left_is_not_encoded(engine: EncoderEngine) -> None:

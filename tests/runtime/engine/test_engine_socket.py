@@ -26,6 +26,7 @@ from medusa_runtime.engine.frames import (
 )
 from medusa_runtime.engine.server import EngineServer
 from medusa_runtime.errors import EngineError, LimitError, OverloadedError, RequestError
+from waiting import until
 
 
 def words_only(text: str) -> list[int]:
@@ -130,13 +131,6 @@ def client(listener: socket.socket) -> Iterator[EngineClient]:
 
 def request(prompt: str, request_id: str = "r1") -> GenerateRequest:
     return GenerateRequest(request_id, prompt, SamplingParams())
-
-
-def until(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def kill(pids: list[int]) -> None:

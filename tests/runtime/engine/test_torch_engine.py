@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import ConfigError, CorruptError, OverloadedError, RequestError
+from waiting import until
 
 PROMPTS = (
     "Tokens flow from storage",
@@ -22,13 +21,6 @@ PROMPTS = (
     "çà et là",
     "springt über den faulen Hund, " * 2,
 )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def alone(served: Any, prompts: Any = PROMPTS, **params: Any) -> list[list[int]]:

@@ -17,6 +17,7 @@ from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.timeline import Timeline
 from torch import Tensor, nn
+from waiting import until
 
 Fill = Callable[..., Any]
 
@@ -81,13 +82,6 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def test_parameters_are_views_of_the_region(filling: Fill) -> None:

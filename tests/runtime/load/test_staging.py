@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from medusa_runtime.load.upload import staging
 from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
 from medusa_runtime.region.file_range import FileRange, OpenFile
+from waiting import until
 
 PART = 4 << 20  # PART_BYTES in staging.c
 SLOTS = 2
@@ -40,13 +40,6 @@ class Bytes:
 
     def get(self) -> bytes:
         return self.memory.raw
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def begin(

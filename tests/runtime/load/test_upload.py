@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from medusa_runtime.load.upload import uploads
 from medusa_runtime.load.upload.link import ALIGNMENT
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
+from waiting import until
 
 Fill = Callable[..., Any]
 IDS = torch.tensor([1, 7, 3])
@@ -114,13 +114,6 @@ def state(net: Net) -> dict[str, Tensor]:
 def empty_net() -> Net:
     with skeleton():
         return Net().eval()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def load(filled: Any, module: nn.Module, link: HostLink, **options: Any) -> Loader:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from medusa_runtime.region.reader import Region
 from process_tree import alive, descendants
+from waiting import until
 
 pytestmark = pytest.mark.forked
 
@@ -24,13 +25,6 @@ MB = 1 << 20
 def ready_bytes(node: Any) -> int:
     with closing(node.client()) as client:
         return int(client.status()["ready_bytes"])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def spare_of(node: Any) -> int:

@@ -18,12 +18,12 @@ from host_gpu import (
     region,
     runner_of,
     start,
-    until,
 )
 from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.errors import ConfigError, DeviceError
 from torch import Tensor
+from waiting import until
 
 __all__ = ["no_triton", "region", "start"]
 

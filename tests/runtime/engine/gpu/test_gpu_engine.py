@@ -22,7 +22,6 @@ from host_gpu import (
     region,
     runner_of,
     start,
-    until,
 )
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, sizes_for
@@ -37,6 +36,7 @@ from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import encode_blueprints
 from medusa_runtime.state.graphs.restoration.quarantine import FILE
 from medusa_runtime.state.kinds import CUDA_GRAPHS, file_name
+from waiting import until
 
 __all__ = ["no_triton", "region", "start"]
 
