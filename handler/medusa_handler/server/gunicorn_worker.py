@@ -13,7 +13,6 @@ import logging
 import queue
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -72,10 +71,6 @@ def check_version(found: tuple[int, ...] = version_info) -> None:
         raise ConfigError(f"expected {tested}, found {name}: pip install '{tested}'")
     if found >= BELOW:
         logger.warning("gunicorn %s is newer than the tested ones (%s)", name, tested)
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _correct(req: Any, max_body_bytes: int) -> None:
@@ -235,8 +230,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def handle(self, conn: Any) -> Any:
         # Head and body are two sends. Without this, the second waits up to 40 ms for the client's delayed ACK (Nagle).
         conn.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The limit is for one send, not for the whole answer: a stream may take long, but its reader must not stall.
-        conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.app.write_timeout_s))
+        # A stream may take long, but its reader must not stall.
+        conn.sock.begin_answer(self.app.write_timeout_s)
         self.app.slow_clients.begin(conn.sock)
         try:
             kept = super().handle(conn)

@@ -30,6 +30,7 @@ from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_fil
 from ..probes import ProbeResponse, Probes
 from .http_date import http_date
 from .incoming_request import HEAD_BYTES, IncomingRequest, RequestState
+from .slow_clients import ClientSocket
 
 logger = logging.getLogger(__name__)
 
@@ -322,13 +323,13 @@ class HandoffSocket:
             return error.errno not in _NO_ROOM
         return True
 
-    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+    def accept(self) -> tuple[ClientSocket, tuple[str, int]]:
         """Accept a connection, like ``socket.accept``. Raises EMFILE before it takes one that would then be lost."""
         os.close(os.dup(self._reading.fileno()))
         data, descriptors, _ = receive_descriptors(self._reading, 1, 1)
         if not descriptors:
             raise BlockingIOError(errno.EAGAIN, "no connection came with it" if data else "the acceptor is closed")
-        connection = socket.socket(fileno=descriptors[0])
+        connection = ClientSocket(fileno=descriptors[0])
         try:
             return connection, connection.getpeername()[:2]
         except OSError:

@@ -1,14 +1,23 @@
-"""Shuts the connections of clients that take too long to send a request.
+"""Ends clients that take too long to send a request, or to take its answer.
 
-A time limit for each single read would not do: a client that sends a byte now and then would hold its thread for ever.
+A time limit for each single read or write would not do: a client that sends or takes a byte now and then would hold
+its thread for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+import struct
 import threading
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_LEAST_BYTES_PER_S = 256_000  # of a client that an answer waits for, as in a gateway of a cluster
 
 
 class SlowClients:
@@ -38,3 +47,29 @@ class SlowClients:
                     del self._reading[key]
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RD)
+
+
+class ClientSocket(socket.socket):
+    """A client's connection, on which ``sendall`` ends clients that take an answer too slowly."""
+
+    _limit_s = _waited_s = 0.0
+    _sent_bytes = 0
+
+    def begin_answer(self, limit_s: float) -> None:
+        """Let the next answer wait for its client for ``limit_s`` in all, and the longer the more the client takes."""
+        self._limit_s, self._waited_s, self._sent_bytes = limit_s, 0.0, 0
+        # A single send may wait as long. It then has sent a part, or raises BlockingIOError.
+        timeval = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6))
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+    def sendall(self, data: ReadableBuffer, flags: int = 0, /) -> None:
+        """Send all of the data, like ``socket.sendall``. Raises ConnectionResetError if its client is too slow."""
+        left = memoryview(data).cast("B")
+        while left:
+            if self._waited_s > self._limit_s + self._sent_bytes / _LEAST_BYTES_PER_S:
+                raise ConnectionResetError(errno.ECONNRESET, "the client takes its answer too slowly")
+            began = time.monotonic()
+            sent = self.send(left, flags)
+            self._waited_s += time.monotonic() - began
+            self._sent_bytes += sent
+            left = left[sent:]

@@ -37,6 +37,10 @@ def flood(request):
     return Response(pieces(), content_type="application/octet-stream")
 
 
+def large(request):
+    return b"x" * (32 << 20)
+
+
 def check(request):
     if request.path == "/am-i" and not pathlib.Path("go").exists():
         raise HttpError(503, "not yet")

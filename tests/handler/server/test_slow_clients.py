@@ -261,3 +261,24 @@ def test_a_request_that_begins_on_an_old_connection_has_its_own_time(serve: Serv
         assert status_of_kept(connection) == 200
         # Once it is idle again it is closed.
         assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_takes_a_little_of_its_answer_now_and_then_is_ended(serve: Serve, streams: bool) -> None:
+    """It once held its place for as long as it liked: as many as there are places kept everybody else out."""
+    served = serve(handler=f"sleeping/handler.py:{'flood' if streams else 'large'}", write_timeout_s=2.0)
+    served.wait_ready()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)  # as on a network; else megabytes are buffered
+        client.settimeout(30)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        deadline = time.monotonic() + 30
+        while served.metric("medusa_requests_in_flight"):
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ConnectionResetError):
+                client.recv(1 << 14)
+            time.sleep(0.4)
+    assert "Traceback" not in served.output()
