@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -125,6 +126,11 @@ class WeightIndex:
     def total_bytes(self) -> int:
         """The size of all data sections."""
         return sum(shard.data_bytes for shard in self.shards)
+
+    @cached_property
+    def largest_tensor_bytes(self) -> int:
+        """The size of the largest tensor."""
+        return max((entry.stop - entry.start for entry in self.tensors.values()), default=0)
 
     @property
     def region_bytes(self) -> int:

@@ -6,6 +6,8 @@ It never imports torch.
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +23,7 @@ from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
 from ..storage.retry import RETRIES
 from .load_priority import LoadPriority
-from .schedule import Schedule
+from .schedule import UNRELEASED_BYTES, Schedule
 from .streams import Streams, as_medusa_error
 
 if TYPE_CHECKING:
@@ -194,7 +196,10 @@ def _admitted(
                 options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
-                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
+                on_gpu = _is_on_gpu(options)
+                if on_gpu and options.settings.host_weights == "release":
+                    more_bytes = min(more_bytes, 2 * UNRELEASED_BYTES + index.largest_tensor_bytes)
+                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu=on_gpu)
             break
         except TooLargeError as error:
             if not late_sizes:
@@ -226,7 +231,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             options.sources.set_layout(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
-            schedule = Schedule(writer, options.load, urgent)
+            schedule = Schedule(writer, options.load, urgent, _most_ahead(index, writer, options))
             streams = Streams(
                 checkpoint.store,
                 index,
@@ -247,11 +252,32 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             warm_page_cache(writer, index, checksums, checkpoint.store)
         if bundle is not None:
             bundle.finish()
-        # A function that builds its module itself is the only reader, and may free memory; so may an engine.
+        # A function that builds its module itself is the only reader, and may free memory. So may an engine on a GPU.
         writer.finish(seal=settings.engine != "none" and settings.host_weights != "release")
 
 
-def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:
+def _is_on_gpu(options: FetchOptions) -> bool:
+    """Return whether this instance's own engine copies the weights to a GPU."""
+    from ..device.choice import choose
+
+    settings = options.settings
+    computes = options.owner is None and settings.engine in ("torch", "vllm")
+    return computes and choose(settings.device, os.environ) == "cuda"
+
+
+def _most_ahead(index: WeightIndex, writer: RegionWriter, options: FetchOptions) -> float:
+    """Return how many bytes may come before the engine frees any: it frees none before it has been imported."""
+    if options.settings.host_weights != "release" or not _is_on_gpu(options):
+        return math.inf
+    from ..limits import memory_available_bytes
+
+    here, available = writer.fetched_bytes, memory_available_bytes() - _SPARE_BYTES
+    if index.region_bytes - here <= available:
+        return math.inf
+    return here + max(available // 2, UNRELEASED_BYTES + index.largest_tensor_bytes)
+
+
+def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None, *, on_gpu: bool = False) -> None:
     """Raise TooLargeError if the weights exceed the user's limit, or the region would not fit into free memory.
 
     Local files are mapped, and the kernel may drop their pages again, so they only count towards the limit.
@@ -269,6 +295,7 @@ def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> N
         raise TooLargeError(
             f"the weights need {_mb(needed)} of memory, but only {_mb(available)} are available; "
             "expected a smaller checkpoint or a larger container"
+            + (", or --host-weights release, which frees what the GPU has" if on_gpu else "")
         )
 
 

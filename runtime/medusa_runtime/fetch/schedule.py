@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection
@@ -12,8 +13,8 @@ from .load_priority import LoadPriority, is_interactive_load_running
 
 _LARGEST_SPAN_BYTES = 8 << 20
 _LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer's answer is not longer
-# If a reader frees memory as it copies, the fetch is at most this far ahead of it.
-_UNRELEASED_BYTES = 256 << 20
+# If a reader frees memory as it copies, the fetch is at most this and the largest tensor ahead of it.
+UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
 _PACED_YIELD_S = 0.02  # longer, because many connections wait, and only one of them may go on
 _LATE_S = 0.1  # how much delay a paced fetch may make up for
@@ -31,9 +32,19 @@ class Schedule:
     most.
     """
 
-    def __init__(self, writer: RegionWriter, load: LoadPriority | None = None, urgent: Collection[int] = ()) -> None:
-        """``urgent`` are chunks that come first. After them, the load goes on in the background."""
+    def __init__(
+        self,
+        writer: RegionWriter,
+        load: LoadPriority | None = None,
+        urgent: Collection[int] = (),
+        most_ahead: float = math.inf,
+    ) -> None:
+        """``urgent`` are chunks that come first. After them, the load goes on in the background.
+
+        ``most_ahead`` is how many bytes may come before the reader frees any.
+        """
         self._writer = writer
+        self._most_ahead = most_ahead
         self._chunks = writer.chunks
         self._pending = writer.pending()
         self._load = load
@@ -43,7 +54,7 @@ class Schedule:
         self._taken = bytearray(b"\1" * self._chunks.count)  # 1 also for chunks that are there, or hold no tensor
         for chunk in self._pending:
             self._taken[chunk] = 0
-        self._next = 0
+        self._next = self._furthest = 0
         self._lock = threading.Lock()
         self._stopped = False
         self._link_bytes_per_s: float | None = None  # as it was before the fetch was paced
@@ -82,7 +93,7 @@ class Schedule:
                 awaited = self.awaited()
                 first = (*awaited, *self._writer.hinted())
                 asked = next((chunk for chunk in first if not self._taken[chunk]), None)
-                if not self._leaves_room(asked, awaited) and (awaited or not self._must_wait()):
+                if not self._leaves_room(asked, awaited) and not self._must_wait(asked, awaited):
                     share = self._share(asked, awaited)
                     if share == 1.0:
                         return self._take(asked, 0 if whole else connections)
@@ -147,10 +158,18 @@ class Schedule:
             self._paced_until = max(self._paced_until, time.monotonic() - _LATE_S) + seconds
         return span
 
-    def _must_wait(self) -> bool:
-        if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
+    def _must_wait(self, asked: int | None, awaited: Collection[int]) -> bool:
+        if asked not in awaited and self._is_far_ahead():
             return True
-        return self._is_less_important() and self.flights.count > 0
+        return not awaited and self._is_less_important() and self.flights.count > 0
+
+    def _is_far_ahead(self) -> bool:
+        """Return whether the reader must free memory first. What was given back comes before what is there already."""
+        released = self._writer.released_bytes
+        if self._next < self._furthest or not (released or self._most_ahead < math.inf):
+            return False
+        most = UNRELEASED_BYTES + self._chunks.largest_tensor_bytes if released else self._most_ahead
+        return self._writer.fetched_bytes - released > most
 
     def _is_less_important(self) -> bool:
         """Return whether this is a background load while an interactive one is under way."""
@@ -183,6 +202,7 @@ class Schedule:
     def _skip_taken(self) -> None:
         while self._next < len(self._pending) and self._taken[self._pending[self._next]]:
             self._next += 1
+        self._furthest = max(self._furthest, self._next)
 
     def _whole_bytes(self, first: int) -> int:
         """Return the most bytes of a whole range. Only a range in order can be the large one."""

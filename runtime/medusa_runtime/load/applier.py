@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,10 @@ class Applier:
         """Return where each tensor goes. Raises MismatchError when the checkpoint does not belong to this module."""
         self._places = places(self.module)
         return plan(index, self._places, lambda name: self.needed(name, self._places))
+
+    def unneeded(self, index: WeightIndex, todo: Mapping[str, Place]) -> Collection[str]:
+        """Return the tensors beside the plan's that nobody will ask the region for."""
+        return index.tensors.keys() - todo.keys()
 
     def room_for(self, index: WeightIndex, todo: Mapping[str, Place]) -> Mapping[str, Place]:
         """Return the places, by the tensors' names, that a device has memory for: those of the plan, ``todo``."""

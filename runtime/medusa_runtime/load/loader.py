@@ -56,6 +56,7 @@ class Loader:
         self._tensors = tensors = applier.tensors(region)
         self._applier = applier
         self._timeline = timeline
+        self._release = release
         self._on_end = on_end
         self._placed = threading.Event()
         self._gates = applier.gates(timeline)
@@ -172,6 +173,9 @@ class Loader:
             self._applier.apply(place, value)
             self._backlog.mark_applied(place, start)
         self._region.check_whole()
+        if self._release:  # or the fetch would wait until these are freed, too
+            for name in self._applier.unneeded(index, plan.todo):
+                self._tensors.applied(name, copied=True, release=True)
         self._load.run(self._check_closing)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:

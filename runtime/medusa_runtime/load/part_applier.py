@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +50,9 @@ class PartApplier(Applier):
         needed = {place.name for name, place in whole.items() if self._needed(name)}
         self._places = {name: place for name, place in whole.items() if (place.name in needed) is not self._is_rest}
         return plan(index, self._places, lambda name: self._here(name, whole))
+
+    def unneeded(self, index: WeightIndex, todo: Mapping[str, Place]) -> Collection[str]:
+        return ()  # another load takes the other part
 
     def room_for(self, index: WeightIndex, todo: Mapping[str, Place]) -> Mapping[str, Place]:
         if not self._room_for_all:

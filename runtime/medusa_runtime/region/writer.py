@@ -181,10 +181,14 @@ class RegionWriter:
         return self.demand.hinted(self.chunks.count)
 
     @property
-    def unreleased_bytes(self) -> int:
-        """The number of bytes that have come and are not released yet; 0 if the reader has released nothing."""
-        released: int = self._memory.words[Word.RELEASED_BYTES]
-        return self._memory.words[Word.FETCHED_BYTES] - released if released else 0
+    def fetched_bytes(self) -> int:
+        """The number of bytes that have come."""
+        return int(self._memory.words[Word.FETCHED_BYTES])
+
+    @property
+    def released_bytes(self) -> int:
+        """The number of bytes that the reader has released."""
+        return int(self._memory.words[Word.RELEASED_BYTES])
 
     def buffer(self, chunk: int, count: int = 1) -> memoryview:
         """Return the memory of ``count`` neighbouring chunks of one shard. Release the view before ``finish``."""

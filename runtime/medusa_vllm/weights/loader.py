@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.checkpoint.order import layers_first
-from medusa_runtime.errors import ModelError
+from medusa_runtime.errors import ConfigError, ModelError
 from torch import Tensor, nn
 from vllm.config import replace
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -18,8 +17,6 @@ from ..lean_imports import avoid_cache_folder
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
 from .uploading import link_to, tensors, uploaded
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from medusa_runtime.load.upload.cuda_link import CudaLink
@@ -57,9 +54,9 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         ):
             detail["pinned"] = link is not None
             if self._attached.releases and link is None and any(weight.is_cuda for weight in model.parameters()):
-                logger.warning(
-                    "--host-weights release has no effect: expected all weights on one GPU, found --tensor-parallel, "
-                    "sleep mode, or weights that vLLM keeps on the CPU"
+                raise ConfigError(
+                    "--host-weights release: expected all of vLLM's weights on one GPU, found several ranks, sleep mode, "
+                    "or weights that vLLM keeps on the CPU; use --host-weights keep"
                 )
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"

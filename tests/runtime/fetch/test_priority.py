@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -321,12 +322,12 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("medusa_runtime.fetch.schedule._UNRELEASED_BYTES", 50)
+    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 50)
     filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
     schedule = Schedule(filled.writer)
     assert schedule.take(1) is not None
-    filled.arrive("0", "1", "2")
-    filled.region.release("0")  # 80 bytes are left
+    filled.arrive("0", "1", "2", "3")
+    filled.region.release("0")  # 120 bytes are left: more than the limit and the largest tensor
     taken: list[Any] = []
     thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
     thread.start()
@@ -334,6 +335,62 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
     assert not taken
     filled.region.release("1")
     thread.join(120)
+    assert taken
+
+
+def test_a_tensor_larger_than_that_memory_still_comes(
+    filling: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", MIB)
+    filled = filling({"small": torch.zeros(MIB // 4), "large": torch.zeros(6 * MIB), "next": torch.zeros(MIB)})
+    writer, region = filled.lay_out().writer, filled.region
+    schedule = Schedule(writer)
+    filled.arrive("small")
+    region.release("small")
+    while region.fetched_bytes < (1 + 24) * MIB:
+        span = schedule.take(1)
+        assert span is not None
+        for chunk in span.chunks:
+            if not writer.present(chunk):
+                writer.publish(chunk)
+    region.wait_tensor("large", 1)
+
+
+def test_what_was_given_back_is_fetched_again_however_far_ahead_the_rest_is(
+    filling: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 0)
+    filled = filling({f"{n}": torch.zeros(10 + n) for n in range(6)}).lay_out()
+    schedule = Schedule(filled.writer)
+    spans = [schedule.take(1) for _ in range(6)]
+    assert spans[1] is not None
+    filled.arrive("0", "2", "3", "4", "5")
+    filled.region.release("0")
+    schedule.give_back(spans[1])
+    again = schedule.take(1)
+    assert again is not None
+    assert again.first == spans[1].first
+
+
+@pytest.mark.parametrize("ahead", [100, math.inf])
+def test_before_anything_is_freed_a_fetch_may_be_a_limit_ahead(filling: Callable[..., Any], ahead: float) -> None:
+    import torch
+
+    filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
+    schedule = Schedule(filled.writer, most_ahead=ahead)
+    assert schedule.take(1) is not None
+    filled.arrive("0", "1", "2")
+    taken: list[Any] = []
+    thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+    thread.start()
+    thread.join(0.2 if ahead == 100 else 60)
+    assert bool(taken) == (ahead == math.inf)
+    filled.region.release("0")
+    thread.join(60)
     assert taken
 
 

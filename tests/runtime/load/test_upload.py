@@ -272,5 +272,17 @@ def test_the_hosts_pages_are_released_behind_it(filling: Fill, net: Net) -> None
         later.close()
 
 
+def test_what_the_model_does_not_need_is_not_waited_for(filling: Fill, net: Net) -> None:
+    unused = {"head.weight": net.head.weight, "first.unused": torch.ones(8, 1024)}
+    net.rename = lambda name: None if name == "first.unused" else name  # type: ignore[assignment]
+    module = empty_net()
+    module.rename = net.rename  # type: ignore[assignment]
+    filled = filling(unused | state(net)).lay_out()
+    filled.arrive(*filled.index.order)
+    with load(filled, module, HostLink(), release=True) as loader:
+        loader.wait()
+    assert filled.writer.released_bytes == filled.writer.fetched_bytes
+
+
 def load_again(region: Region) -> Loader:
     return Loader(region, Applier(empty_net(), dtype=torch.float32), link=HostLink())

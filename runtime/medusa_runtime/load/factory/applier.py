@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class FactoryApplier(Applier):
         # The execution order is not known. It is nearly always the order in which the module was constructed.
         rank = {name: number for number, name in enumerate(self._places)}
         return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
+
+    def unneeded(self, index: WeightIndex, todo: Mapping[str, Place]) -> Collection[str]:
+        return ()  # the user may build other modules of the same checkpoint
 
     def hints(self, index: WeightIndex) -> bool:
         return not index.recorded
