@@ -51,7 +51,7 @@ class Fake:
     @contextmanager
     def link(self) -> Iterator[CudaLink]:
         """A link whose device is this driver's. Its streams and events do nothing, for torch has no such device."""
-        torch_cuda = {"Stream": lambda device: _Stream(), "stream": lambda stream: nullcontext(), "Event": _Event}
+        torch_cuda = {"Stream": _Stream, "stream": lambda stream: nullcontext(), "Event": _Event}
         with patch.object(cuda_link, "Driver", lambda: self.driver), patch.multiple(torch.cuda, **torch_cuda):
             made = CudaLink(torch.device("cpu"))
             try:
@@ -75,6 +75,8 @@ def link(fake: Fake) -> Iterator[Any]:
 
 
 class _Stream:
+    def __init__(self, device: torch.device) -> None: ...
+
     def synchronize(self) -> None: ...
 
 

@@ -89,12 +89,12 @@ def linked(library: Path) -> Iterator[list[Any]]:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from fake_copies import Fake
     from medusa_runtime.load.upload.cuda_link import CudaLink
-    from medusa_vllm.weights import loader
+    from medusa_vllm.weights import uploading
 
     handed: list[Any] = []
     with (
         Fake(library).link() as link,
-        patch.object(loader, "link_to", lambda model, config: nullcontext(link)),
+        patch.object(uploading, "link_to", lambda model, config: nullcontext(link)),
         patch.object(CudaLink, "hand_over", lambda self, room: handed.append(room)),
     ):
         yield handed

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_copies import Fake
-from medusa_runtime.errors import WeightsError
+from medusa_runtime.errors import ConfigError, WeightsError
 from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
@@ -47,7 +48,7 @@ def test_all_tensors_come_in_order_and_each_is_handed_over(
     filling: Callable[..., Any], link: Any, handed: list[Tensor]
 ) -> None:
     region = filling(WEIGHTS).complete().region
-    found = list(uploading.uploaded(region, NAMES, link))
+    found = list(uploading.uploaded(region, NAMES, link=link))
     same(found)
     assert [tensor.data_ptr() for tensor in handed] == [tensor.data_ptr() for _, tensor in found]
 
@@ -58,7 +59,7 @@ def test_the_next_ones_are_copied_while_vllm_uses_one(
     size = WEIGHTS[NAMES[0]].nbytes
     monkeypatch.setattr(uploading, "_AHEAD_BYTES", 2 * size + 1)
     region = filling(WEIGHTS).complete().region
-    coming = uploading.uploaded(region, NAMES, link)
+    coming = uploading.uploaded(region, NAMES, link=link)
     next(coming)
     fake.locked.fake_await(3)  # without being asked for, but no more of them
     assert fake.calls.fake_begun() == 3
@@ -70,7 +71,7 @@ def test_a_tensor_is_used_while_the_next_one_has_not_come(
 ) -> None:
     filled = filling(WEIGHTS).lay_out()
     filled.arrive(NAMES[0])
-    coming = uploading.uploaded(filled.region, NAMES, link)
+    coming = uploading.uploaded(filled.region, NAMES, link=link)
     first = next(coming)
     filled.complete()
     same([first, *coming])
@@ -88,7 +89,7 @@ def test_a_full_device_gets_the_regions_own_tensors(
         return empty(*arguments, **options)
 
     monkeypatch.setattr(torch, "empty", on_device)
-    same(uploading.uploaded(region, NAMES, link))
+    same(uploading.uploaded(region, NAMES, link=link))
     assert len(handed) == fake.calls.fake_begun() == len(NAMES) - 2
 
 
@@ -103,7 +104,7 @@ def test_the_hosts_bytes_are_released_once_the_device_has_them(
     filling: Callable[..., Any], link: Any, handed: list[Tensor]
 ) -> None:
     filled = arrived(filling)
-    same(uploading.uploaded(filled.region, NAMES, link, release=True))
+    same(uploading.uploaded(filled.region, NAMES, link=link, release=True))
     later = Region(os.dup(filled.region.fd))
     try:
         assert not any(bytes(later.shard(0)))
@@ -120,14 +121,30 @@ def test_a_full_device_gets_copies_of_what_is_released(
 ) -> None:
     filled = arrived(filling)
     monkeypatch.setattr(CudaLink, "room_for", lambda self, source: None)
-    same(list(uploading.uploaded(filled.region, NAMES, link, release=True)))
+    same(list(uploading.uploaded(filled.region, NAMES, link=link, release=True)))
     assert not any(bytes(filled.region.shard(0)))
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "releases", "refused"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_what_cannot_be_released_is_refused(
+    filling: Callable[..., Any], on_gpu: bool, releases: bool, refused: bool
+) -> None:
+    """Several GPUs, say. A fetch would wait for memory that nobody frees."""
+    weights = [SimpleNamespace(device=torch.device("cuda" if on_gpu else "cpu"), is_cuda=on_gpu)]
+    model: nn.Module = SimpleNamespace(parameters=lambda: iter(weights))  # type: ignore[assignment]
+    attached: Any = SimpleNamespace(region=filling(WEIGHTS).complete().region, releases=releases)
+    asleep = SimpleNamespace(enable_sleep_mode=True)
+    expected = pytest.raises(ConfigError, match="use --host-weights keep") if on_gpu and releases else nullcontext()
+    with expected, uploading.arriving(attached, model, asleep) as found:
+        same(found(NAMES))
 
 
 def test_an_abandoned_load_leaves_no_copies(filling: Callable[..., Any], fake: Fake, handed: list[Tensor]) -> None:
     region = filling(WEIGHTS).complete().region
     with fake.link() as link:
-        next(uploading.uploaded(region, NAMES, link))
+        next(uploading.uploaded(region, NAMES, link=link))
     assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
 
 

@@ -1,19 +1,18 @@
 """A loader for any version of vLLM: the region's tensors, whole, in execution order.
 
-It relies on ``BaseModelLoader`` and the model's ``load_weights`` alone. Ranks read all tensors and copy their slices.
+It relies on ``BaseModelLoader``, the model's ``load_weights`` and the number of ranks alone. Ranks read all tensors
+and copy their slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from medusa_runtime.load.views import Views
-from torch import Tensor, nn
+from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..weights.attached import AttachedRegion
+from ..weights.uploading import arriving
 
 
 class TensorLoader(BaseModelLoader):  # type: ignore[misc]
@@ -27,17 +26,9 @@ class TensorLoader(BaseModelLoader):  # type: ignore[misc]
         self._attached.region.wait_index()
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        with self._attached.timeline.stage("apply"):
-            model.load_weights(self._tensors())  # type: ignore[operator]
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         region = self._attached.region
-        index, views = region.wait_index(), Views(region)
-        for name in index.order:
-            region.wait_tensor(name)
-            with torch.device("cpu"):
-                tensor = views.tensor(name, index.tensors[name])
-            yield name, tensor
+        with self._attached.timeline.stage("apply"), arriving(self._attached, model, model_config) as tensors:
+            model.load_weights(tensors(region.wait_index().order))  # type: ignore[operator]
 
 
 __all__ = ["TensorLoader"]

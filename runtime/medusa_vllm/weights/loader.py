@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 from medusa_runtime.checkpoint.order import layers_first
-from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.errors import ModelError
 from torch import Tensor, nn
 from vllm.config import replace
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -16,10 +16,7 @@ from ..cpu.linear import use_stored_weights
 from ..lean_imports import avoid_cache_folder
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
-from .uploading import link_to, tensors, uploaded
-
-if TYPE_CHECKING:
-    from medusa_runtime.load.upload.cuda_link import CudaLink
+from .uploading import Arriving, arriving, tensors
 
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -29,13 +26,12 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
     layers does not wait for other layers. On a GPU, tensors are copied there by a link meanwhile.
     """
 
-    _link: CudaLink | None = None  # while weights are loaded
-
     def __init__(self, load_config: Any) -> None:
         # vLLM's class refuses settings that it does not know.
         super().__init__(replace(load_config, model_loader_extra_config={}))
         self.load_config = load_config
         self._attached = AttachedRegion.of(load_config)
+        self._arriving: Arriving = self._on_host  # vLLM may ask for weights again, when they are no longer loaded
 
     def download_model(self, model_config: Any) -> None:
         self._attached.region.wait_index()
@@ -50,23 +46,20 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         with (
             self._attached.timeline.stage("apply") as detail,
             share_weights(model),
-            link_to(model, model_config) as link,
+            arriving(self._attached, model, model_config) as found,
         ):
-            detail["pinned"] = link is not None
-            if self._attached.releases and link is None and any(weight.is_cuda for weight in model.parameters()):
-                raise ConfigError(
-                    "--host-weights release: expected all of vLLM's weights on one GPU, found several ranks, sleep mode, "
-                    "or weights that vLLM keeps on the CPU; use --host-weights keep"
-                )
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
             ):  # torch.compile cannot trace our kernels
                 detail["stored"] = use_stored_weights(model)
-            self._link = link
+            self._arriving = found
             try:
                 super().load_weights(model, model_config)
             finally:
-                self._link = None
+                self._arriving = self._on_host
+
+    def _on_host(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        return tensors(self._attached.region, names)
 
     def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, Tensor], None, None]:
         if source.model_or_path != self._model:
@@ -74,9 +67,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"this model takes weights from a second checkpoint, {source.model_or_path}; expected a model whose "
                 f"weights are all in one"
             )
-        region = self._attached.region
-        region.check_whole()
-        order = region.wait_index().order
+        order = self._attached.region.wait_index().order
         unused = getattr(source, "is_unused_weight", None) or (lambda name: False)  # from 0.32 on
         layers = layers_of(self.load_config)
         names = [
@@ -84,9 +75,5 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             for name in (order if layers is None else layers_first(order, *layers)[0])
             if not unused(name) and not should_skip_weight(name, self.local_expert_ids)
         ]
-        if self._link is None:
-            found = tensors(region, names)
-        else:
-            found = uploaded(region, names, self._link, release=self._attached.releases)
-        for name, tensor in found:
+        for name, tensor in self._arriving(names):
             yield source.prefix + name, tensor

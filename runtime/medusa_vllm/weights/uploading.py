@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from medusa_runtime.errors import ConfigError
 from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.load.upload.link import Copy
 from medusa_runtime.load.views import Views
@@ -20,6 +22,10 @@ from medusa_runtime.region.file_range import FileRange
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
+
+from .attached import AttachedRegion
+
+Arriving = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
 
 _AHEAD_BYTES = 512 << 20  # of the GPU's memory, for tensors that vLLM has not asked for yet
 _COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
@@ -50,7 +56,7 @@ def link_to(model: nn.Module, model_config: Any) -> Iterator[CudaLink | None]:
     """
     devices = {parameter.device for parameter in model.parameters()}
     is_on_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
-    if not is_on_gpu or model_config.enable_sleep_mode or get_tensor_model_parallel_world_size() > 1:
+    if not is_on_gpu or getattr(model_config, "enable_sleep_mode", False) or get_tensor_model_parallel_world_size() > 1:
         yield None
         return
     link = CudaLink(devices.pop())
@@ -59,6 +65,26 @@ def link_to(model: nn.Module, model_config: Any) -> Iterator[CudaLink | None]:
     finally:
         link.close()
         torch.cuda.empty_cache()  # what the copies took is of no use to vLLM's streams
+
+
+@contextmanager
+def arriving(attached: AttachedRegion, model: nn.Module, model_config: Any) -> Iterator[Arriving]:
+    """Yield what returns the region's tensors by names, in this order: on the model's GPU, or else on the host.
+
+    Raises ConfigError if the host's weights cannot be released as asked, and WeightsError if another process has
+    released them.
+    """
+    attached.region.check_whole()
+    with link_to(model, model_config) as link:
+        if link is not None:
+            yield partial(uploaded, attached.region, link=link, release=attached.releases)
+            return
+        if attached.releases and any(weight.is_cuda for weight in model.parameters()):
+            raise ConfigError(
+                "--host-weights release: expected all of vLLM's weights on one GPU, found several ranks, sleep mode, "
+                "or weights that vLLM keeps on the CPU; use --host-weights keep"
+            )
+        yield partial(tensors, attached.region)
 
 
 def tensors(region: Region, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +98,7 @@ def tensors(region: Region, names: Iterable[str]) -> Iterator[tuple[str, Tensor]
 
 
 def uploaded(
-    region: Region, names: Sequence[str], link: StagingLink, *, release: bool = False
+    region: Region, names: Sequence[str], *, link: StagingLink, release: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the same as ``tensors``, but on the device. The next ones are copied meanwhile.
 
@@ -107,4 +133,4 @@ def _begin(region: Region, link: StagingLink, name: str, source: Tensor, *, copi
     return _Coming(name, room, link.copy(room, source, urgent=False, stored=region.file_range(name)))
 
 
-__all__ = ["link_to", "tensors", "uploaded"]
+__all__ = ["Arriving", "arriving", "tensors"]
