@@ -37,6 +37,7 @@ from forked_workers import fork_workers
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
+from plain_environ import plain_environ
 from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
@@ -76,7 +77,7 @@ class NodeProcess:
 
     def start(self, wait: bool = True) -> None:
         """Once more, after it has ended."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        environment = plain_environ()
         self._began = self.log.stat().st_size if self.log.exists() else 0
         environment["PYTHONUNBUFFERED"] = "1"
         words = ["node", "--socket", self.socket, *self.arguments]

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any
 
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
-from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from forked_instance import ForkedInstance
+from medusa_adapters.bench.served_instance import serve_command
+from plain_environ import plain_environ
 from process_tree import descendants
 from waiting import until
 
@@ -27,24 +28,13 @@ PATIENCE_S = 60.0
 NAME = "tiny"
 
 
-class Instance(ServedInstance):
+class Instance(ForkedInstance):
     """A `medusa serve` process."""
 
-    grace_s = 0.0  # what a test leaves running is killed
-
     def __init__(self, *arguments: str, model: Path = MODEL, fork_server: ForkServer | None = None) -> None:
-        self.fork_server = fork_server
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
-        environment |= {"OMP_NUM_THREADS": "1"}
+        environment = plain_environ() | {"OMP_NUM_THREADS": "1"}
         command = serve_command("--model", model, "--served-model-name", NAME, "--node-socket", "none", *arguments)
-        log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
-        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=PATIENCE_S, tied=False)
-
-    def start(self, **options: Any) -> Any:
-        if self.fork_server is None:
-            return super().start(**options)
-        words = self.command[1:]
-        return self.fork_server.start(MEDUSA_MAIN, words, environ=options["env"], log=options["stdout"])
+        super().__init__(command, environment, fork_server=fork_server)
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -72,7 +62,7 @@ class GatewayProcess:
         fork_server: ForkServer | None = None,
     ) -> None:
         self.log = folder / f"gateway-{time.monotonic_ns()}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        environment = plain_environ()
         words = ["cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
         words += ["--token-file", str(token_file), *arguments]
         with open(self.log, "wb") as log:

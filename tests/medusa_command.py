@@ -13,13 +13,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 from medusa_adapters.cli.main import main
+from plain_environ import plain_environ
 
 
 def medusa(
     *arguments: str | Path, folder: Path | None = None, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one command, in this environment without MEDUSA_* and with ``environ``."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    clean = plain_environ()
     command = [str(argument) for argument in arguments]
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:

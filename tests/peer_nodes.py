@@ -17,6 +17,7 @@ import pytest
 from fork_server import MEDUSA_MAIN, ForkedProcess, ForkServer
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.reader import Region
+from plain_environ import plain_environ
 from process_tree import descendants
 from waiting import until
 
@@ -63,7 +64,7 @@ class Node:
         if self.wrapper:
             self.agent: Any = self._popen([MEDUSA, *self._agent])
         else:
-            environ = environment() | {"PYTHONUNBUFFERED": "1"}
+            environ = plain_environ() | {"PYTHONUNBUFFERED": "1"}
             with open(self.log, "ab") as log:
                 self.agent = self.fork_server.start(MEDUSA_MAIN, self._agent, folder=ROOT, environ=environ, log=log)
         until(lambda: self.output().count("node agent on") > before or self.agent.poll() is not None, self.output)
@@ -83,7 +84,7 @@ class Node:
         else:
             with open(self.log, "ab") as log:
                 self.server = self.fork_server.start(
-                    f"{module}:main", arguments, folder=ROOT, environ=environment(), log=log, pipes=True
+                    f"{module}:main", arguments, folder=ROOT, environ=plain_environ(), log=log, pipes=True
                 )
         assert self.server.stdout
         self.port = int(self.server.stdout.readline() or pytest.fail(self.output()))
@@ -95,7 +96,7 @@ class Node:
                 [*self.wrapper, *command],
                 **{"stdout": log, "stderr": log, **options},
                 cwd=ROOT,
-                env=environment() | {"PYTHONUNBUFFERED": "1"},
+                env=plain_environ() | {"PYTHONUNBUFFERED": "1"},
             )
 
     def output(self) -> str:
@@ -180,10 +181,6 @@ class Model:
     def copies(self) -> float:
         """Return what the origin has sent, in copies of the model."""
         return self.origin.sent_bytes() / len(self.data)
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
 
 
 def percent(region: Region) -> float:

@@ -15,31 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import MEDUSA_MAIN, ForkServer
-from medusa_adapters.bench.served_instance import HttpResponse, ServedInstance
+from fork_server import ForkServer
+from forked_instance import ForkedInstance
+from medusa_adapters.bench.served_instance import HttpResponse
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 _OURS = ("MEDUSA_", "K_", "SAGEMAKER_", "OPENFAAS_", "PORT")
 
 
-class Instance(ServedInstance):
+class Instance(ForkedInstance):
     """One `medusa serve` process in its own folder, on the port that its platform's variables name."""
 
-    grace_s = 0.0  # what a test leaves running is killed
-
     def __init__(self, server: ForkServer, folder: Path, env: dict[str, str], *arguments: str) -> None:
-        self.server = server
         self.folder = folder
         plain = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         (folder / "tmp").mkdir()
         environment = plain | {"TMPDIR": str(folder / "tmp"), "PORT": "0"} | env
         command = ["medusa", "serve", "--host", "127.0.0.1", *arguments]
         log = open(folder / "log", "w+b")  # noqa: SIM115 (closed with the instance)
-        super().__init__(command, environment, inherit=False, folder=folder, log=log, start_timeout_s=60.0, tied=False)
-
-    def start(self, *, env: dict[str, str], stdout: Any, **options: Any) -> Any:
-        return self.server.start(MEDUSA_MAIN, self.command[1:], folder=self.folder, environ=env, log=stdout)
+        super().__init__(command, environment, fork_server=server, folder=folder, log=log)
 
     def request(
         self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str

@@ -24,6 +24,7 @@ from medusa_adapters.cli.node_metrics import open_listener
 from medusa_cluster.gateway.gateway import Gateway, GatewayOptions
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
+from plain_environ import plain_environ
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -129,7 +130,7 @@ def test_each_line_of_the_log_is_an_object_that_names_its_request(tmp_path: Path
         "import logging\n\n\ndef handle(request):\n    logging.getLogger('shop').warning('sold')\n    1 / 0\n"
     )
     command = ["serve", "--log-format", "json", "--host", "127.0.0.1", "--port", "0", "--node-socket", "none"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    environ = plain_environ()
     started = [sys.executable, "-m", "medusa_adapters.cli.main", *command, "--handler", "handler.py"]
     with subprocess.Popen(started, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

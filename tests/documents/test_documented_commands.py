@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from medusa_adapters.cli.main import main
 from medusa_adapters.trial import Trial
 from medusa_runtime.config import OPTIONS
+from plain_environ import plain_environ
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pydoc-lm"
@@ -120,7 +120,7 @@ def run(command: str, replaced: dict[str, str], folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out/llama-57m").symlink_to(EXAMPLE)
     (folder / "vllm").symlink_to(VLLM)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    environ = plain_environ()
     environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "PYTHONPATH": str(ROOT)}
     if "{running}" in script:
         with Trial("--model", str(EXAMPLE)) as function:

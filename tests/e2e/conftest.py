@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -13,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import MEDUSA_MAIN, ForkServer, asked_for
-from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from fork_server import ForkServer, asked_for
+from forked_instance import ForkedInstance
+from medusa_adapters.bench.served_instance import serve_command
+from plain_environ import plain_environ
 from process_tree import alive, descendants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
 
-class Serving(ServedInstance):
+class Serving(ForkedInstance):
     """One `medusa serve` process with temporary files of its own, its output kept in a file."""
-
-    grace_s = 0.0  # what a test leaves running is killed
 
     def __init__(
         self,
@@ -33,21 +32,14 @@ class Serving(ServedInstance):
         wrapper: Sequence[str] = (),
         fork_server: ForkServer | None = None,
     ) -> None:
-        self.fork_server = None if wrapper else fork_server
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        environment = plain_environ()
         environment |= {"TMPDIR": str(self.temporary)} | (env or {})
         command = [*wrapper, *serve_command(*arguments)]
         log = open(folder / "serve.log", "w+b")  # noqa: SIM115 (closed with the instance)
-        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=60.0, tied=False)
-
-    def start(self, **options: Any) -> Any:
-        if self.fork_server is None:
-            return super().start(**options)
-        words = self.command[1:]
-        return self.fork_server.start(MEDUSA_MAIN, words, environ=options["env"], log=options["stdout"])
+        super().__init__(command, environment, fork_server=None if wrapper else fork_server, log=log)
 
     def request(
         self, method: str, path: str, body: Any = None, timeout_s: float = 60.0

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
+from plain_environ import plain_environ
 from process_tree import descendants
 from waiting import until
 
@@ -64,7 +65,7 @@ def batch(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., Any
     started: list[Any] = []
 
     def start(*arguments: str | Path, stdin: Any = None, model: Path = EXAMPLE) -> Any:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+        environ = plain_environ()
         environ |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         words = list(map(str, ["batch", "--model", model, "--node-socket", "none", *arguments]))
         if stdin is None:

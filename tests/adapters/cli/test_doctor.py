@@ -14,6 +14,7 @@ import medusa_runtime
 import pytest
 from medusa_adapters.cli import doctor
 from medusa_runtime.config import Settings
+from plain_environ import plain_environ
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 # The command without its last check, which takes seconds to import torch.
@@ -28,7 +29,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_this_machine_can_serve() -> None:
     """A machine on which the tests run fails in nothing; every line has level, name and finding."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    environ = plain_environ()
     result = subprocess.run([MEDUSA, "doctor", "--port", "0"], capture_output=True, text=True, env=environ, timeout=240)
     assert result.returncode == 0, result.stdout
     lines = [line.split(maxsplit=2) for line in result.stdout.splitlines() if not line.strip().startswith("→")]

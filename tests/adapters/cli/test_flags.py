@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import medusa_command
 import pytest
+from plain_environ import plain_environ
 
 EXAMPLE = Path(__file__).parents[3] / "examples/pydoc-lm"
 DEPLOY = ("deploy", "knative", "hello", "--image", "registry/hello:1")
@@ -17,7 +17,7 @@ DEPLOY = ("deploy", "knative", "hello", "--image", "registry/hello:1")
 def medusa(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     if arguments[0] != "fetch":  # which has a process that fetches
         return medusa_command.medusa(*arguments, environ=variables)
-    environ = {key: text for key, text in os.environ.items() if not key.startswith("MEDUSA_")} | variables
+    environ = plain_environ() | variables
     command = [sys.executable, "-m", "medusa_adapters.cli.main", *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
 

@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +14,14 @@ from typing import Any, ClassVar
 
 import pytest
 from cluster_stand_in import StandIn
+from forked_instance import ForkedInstance
 from gateway_fixtures import NAME, GatewayProcess, Instance
-from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from medusa_adapters.bench.served_instance import serve_command
 from medusa_cluster.remote.engine import ClusterEngine
 from medusa_cluster.remote.gateways import Gateways
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import EngineError
+from plain_environ import plain_environ
 from waiting import until
 
 Start = Callable[..., Any]
@@ -42,16 +43,12 @@ class Handler:
 """
 
 
-class Function(ServedInstance):
+class Function(ForkedInstance):
     """A function process without an engine of its own."""
 
-    grace_s = 0.0
-
     def __init__(self, gateway: str, *arguments: str | Path, model: str = NAME) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
         command = serve_command("--engine", "cluster", "--model", model, "--cluster", gateway, *arguments)
-        log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
-        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=60.0, tied=False)
+        super().__init__(command, plain_environ())
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         answer = self.exchange("POST", path, json.dumps(body), {"Content-Type": "application/json"})

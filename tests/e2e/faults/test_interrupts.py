@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from hanging_files import LOOKUP, HangingFiles
+from plain_environ import plain_environ
 
 from ..command import MEDUSA
 
@@ -49,7 +50,7 @@ class Interrupted:
         self.temporary.mkdir()
         self._before = self._files()
         self._mark = f"MEDUSA_TEST_MARK={uuid.uuid4().hex}"
-        environ = {key: text for key, text in os.environ.items() if not key.startswith("MEDUSA_")}
+        environ = plain_environ()
         name, _, value = self._mark.partition("=")
         environ |= {name: value, "TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
@@ -168,7 +169,7 @@ def test_serve_says_for_how_many_requests_it_waits(tmp_path: Path) -> None:
     """In a terminal, as a user sees it: Ctrl-C, the line, and Ctrl-C again."""
     (tmp_path / "handler.py").write_text("import time\ndef handle(request):\n    time.sleep(600)\n")
     terminal, inside = pty.openpty()
-    environ = {key: text for key, text in os.environ.items() if not key.startswith("MEDUSA_")}
+    environ = plain_environ()
     command = [MEDUSA, "serve", "--handler", f"{tmp_path}/handler.py:handle", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(
         command, env=environ, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,

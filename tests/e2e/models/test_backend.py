@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ import medusa_command
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.cli import doctor as doctor_command
+from plain_environ import plain_environ
 
 from ..command import medusa
 
@@ -57,7 +57,7 @@ def test_all_commands_refuse_what_serve_refuses(
 ) -> None:
     changes, words = REFUSED[name]
     model = checkpoint(tmp_path / "model", example, **changes)
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    environ = plain_environ()
     serving = ["serve", "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
     serve = fork_server.run(MEDUSA_MAIN, serving, environ=environ)
     assert serve.returncode in (1, 2)

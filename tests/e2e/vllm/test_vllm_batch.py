@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from plain_environ import plain_environ
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +29,7 @@ def test_a_batch_runs_with_vllm(tmp_path: Path) -> None:
     }
     lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    environ = plain_environ()
     words = [MEDUSA, "batch", "--engine", "vllm", "--model", EXAMPLE, "--node-socket", "none", "--max-concurrency", "4"]
     command = [*map(str, words), "-i", "in.jsonl", "-o", "out.jsonl", "--", "--max-logprobs", "5"]
     found = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=380, check=False)

@@ -1,0 +1,9 @@
+"""The environment without our variables, so that those of whoever runs the tests change nothing."""
+
+from __future__ import annotations
+
+import os
+
+
+def plain_environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
