@@ -39,6 +39,7 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
 from plain_environ import plain_environ
 from process_tree import alive, descendants
+from vllm_installed import vllm_is_installed
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
@@ -197,10 +198,15 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = {}
     if os.geteuid():
-        for item in items:
-            if item.get_closest_marker("root"):
-                item.add_marker(pytest.mark.skip("needs root, to become other users, to mount or to make namespaces"))
+        absent["root"] = pytest.mark.skip("needs root, to become other users, to mount or to make namespaces")
+    if not vllm_is_installed():
+        absent["vllm"] = pytest.mark.skip("vLLM is not installed; see `make test-vllm`")
+    for item in items:
+        for name, skip in absent.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -77,7 +76,6 @@ def test_a_group_in_a_laboratory_gives_its_rows(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`")
 def test_groups_of_vllm_workers_are_measured_from_cold(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--model", str(EXAMPLE), "--rows", "cold", "--engine", "vllm", "--largest", "2", "--runs", "1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -64,6 +63,5 @@ def test_a_list_is_wrong_at_its_first_wrong_item() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`")
 def test_a_body_of_many_wrong_items_has_few_errors() -> None:
     assert max(run(_VLLM)) < 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import threading
@@ -23,9 +22,6 @@ from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blue
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 from medusa_vllm import COMPILE_CACHE, TRITON_KERNELS
 from medusa_vllm.compiled.model import INDEX
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from medusa_vllm.serving.arguments import engine_arguments
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
 
 

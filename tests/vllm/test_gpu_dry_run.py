@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,9 +12,6 @@ import pytest
 
 from benchmarks.gpu import run
 from benchmarks.gpu.probe import environ
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib.util
 import io
 import json
 import os
@@ -20,9 +19,6 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import DeviceError
 from medusa_vllm.gpu import triton_kernels
 from vllm_gpu_parts import adopt
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import subprocess
@@ -16,7 +15,6 @@ from medusa_vllm.serving.lean_server import lean_server
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
 
 _SERVER = """

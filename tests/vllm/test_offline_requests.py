@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -80,7 +79,6 @@ print([thread.name for thread in threading.enumerate()])
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`")
 def test_nothing_but_the_forward_runs_while_its_memory_is_measured(tmp_path: Path) -> None:
     """An idle engine would mount vLLM's own server, which takes tens of MB, and has sockets in the temporary folder."""
     example = str(Path(__file__).parents[2] / "examples" / "pydoc-lm")

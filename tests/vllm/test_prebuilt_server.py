@@ -24,7 +24,6 @@ from medusa_vllm.structured import TokenizerFolder
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/pydoc-lm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,8 +17,7 @@ from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm.distributed", reason="vLLM is not installed")
 
 from medusa_vllm.weights import uploading
 

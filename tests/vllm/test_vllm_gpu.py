@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import subprocess
 import sys
@@ -16,9 +15,6 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from vllm_gpu_parts import FakeGraph, adopt, describe
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.vllm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -21,9 +20,6 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -26,7 +25,6 @@ INNER = 128 << 10
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs"),
 ]
 BY_ROWS = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")  # 16 MiB each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ PATIENCE_S = 300.0
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
 TEXTS = ("Return the naïve value of a 日本語 😀 string", "This function")
 CLOSE = 0.15  # both compute in bfloat16, in another order

@@ -24,7 +24,6 @@ QUANTIZED = Path(__file__).parents[2] / "vllm" / "quantized.py"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
 
 

@@ -23,6 +23,7 @@ from medusa_runtime.process import ReportPipe
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
+from vllm_installed import vllm_is_installed
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.forked]
 
@@ -103,11 +104,8 @@ def test_what_ends_while_idle_is_replaced(start_node: Start) -> None:
     assert node.stop() == 0
 
 
+@pytest.mark.skipif(vllm_is_installed(), reason="vLLM is installed")
 def test_an_engine_that_cannot_be_imported_is_given_up(start_node: Start) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vllm is installed here")
     node = start_node("--prewarm", "vllm=1")
     node.until(lambda: node.status()["engines"]["vllm"]["failure"])
     assert "the vllm engine cannot be imported" in node.status()["engines"]["vllm"]["failure"]
