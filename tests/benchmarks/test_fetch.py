@@ -146,3 +146,12 @@ def test_targets_compare_what_was_measured_and_nothing_else() -> None:
         "into touched memory, bandwidth over raw sockets": (0.9, True),
         "limited, bandwidth over connections x 100 MB/s": (1500 / 1600, True),
     }
+
+
+def test_both_ways_to_copy_a_region_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.fetch.region_reads", "--mb", "16", "--runs", "2"]
+    subprocess.run([*command, "--json", tmp_path / "out.json"], check=True, cwd=ROOT)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {(row["name"], row["metric"], row["runs"]) for row in rows} == {
+        (way, metric, 2) for way in ("mapped", "read") for metric in ("wall", "cpu")
+    }
