@@ -16,6 +16,7 @@ from host_gpu import HostGpu, Recorder
 from medusa_cluster.group.engine import open_engine
 from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.timeline import Timeline
+from waiting import until
 
 from benchmarks.ports import free_port
 
@@ -83,6 +84,10 @@ class Group:
     @property
     def formed(self) -> bool:
         return self.leader.engine.stats()["workers"] == len(self.layers)
+
+    def wait_full(self) -> None:
+        """Wait until the group is formed, and each worker has all layers."""
+        until(lambda: self.formed and all(worker.engine.full.is_set() for worker in self.workers))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_driver import fake_cuda
+from medusa_runtime.region.reader import Region
 
 
 class FaultyOrigin(http.server.ThreadingHTTPServer):
@@ -169,6 +170,14 @@ def origin() -> Iterator[FaultyOrigin]:
         server.stopping.set()
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    """An empty region."""
+    region = Region.create()
+    yield region
+    region.close()
 
 
 def _safetensors(tensors: dict[str, tuple[str, list[int], bytes]], pad: int = 8) -> bytes:

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 
 from cluster_stand_in import StandIn, write_token
 from fork_server import ForkServer
-from gateway_fixtures import GatewayProcess, Instance
+from gateway_fixtures import NAME, GatewayProcess, Instance
 
 
 @pytest.fixture
@@ -39,6 +39,16 @@ def start_gateway(
     for gateway in started:
         gateway.kill()
         assert "Traceback" not in gateway.output(), gateway.output()
+
+
+@pytest.fixture
+def gateway(
+    cluster: StandIn, start_gateway: Callable[..., GatewayProcess], served: tuple[Instance, ...]
+) -> GatewayProcess:
+    """One with a deployed model and an instance of it."""
+    cluster.deploy(NAME)
+    cluster.add(NAME, "one", served[0].url)
+    return start_gateway()
 
 
 @pytest.fixture

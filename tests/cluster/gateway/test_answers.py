@@ -29,15 +29,6 @@ PROMPT = "This function returns"
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture
-def gateway(cluster: StandIn, start_gateway: Start, served: tuple[Instance, ...]) -> GatewayProcess:
-    """One with a deployed model and an instance of it."""
-    cluster.deploy(NAME)
-    cluster.add(NAME, "one", served[0].url)
-    started: GatewayProcess = start_gateway()
-    return started
-
-
 @pytest.fixture(scope="module")
 def shared(served: tuple[Instance, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One for tests that count nothing and change nothing."""

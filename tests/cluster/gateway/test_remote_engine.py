@@ -56,14 +56,6 @@ class Function(ForkedInstance):
 
 
 @pytest.fixture
-def gateway(cluster: StandIn, start_gateway: Start, served: tuple[Instance, ...]) -> GatewayProcess:
-    cluster.deploy(NAME)
-    cluster.add(NAME, "one", served[0].url)
-    started: GatewayProcess = start_gateway()
-    return started
-
-
-@pytest.fixture
 def start_function(gateway: GatewayProcess) -> Iterator[Start]:
     started: list[Function] = []
 

@@ -18,10 +18,6 @@ SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
 COUNT = 24
 
 
-def full(made: Group) -> None:
-    until(lambda: made.formed and all(worker.engine.full.is_set() for worker in made.workers))
-
-
 def consolidated(made: Group) -> None:
     until(lambda: made.leader.engine.stats()["workers"] == 1)
 
@@ -38,7 +34,7 @@ def test_the_switch_at_any_step_changes_no_token(
     first, second = expected_of(serve, **params)
     made = group("0:2", "2:4")
     made.start()
-    full(made)
+    made.wait_full()
     region = made.workers[1].engine._region
     for after in range(COUNT):
         answers = [made.leader.ask(PROMPT, max_tokens=COUNT, **params)]
@@ -60,13 +56,13 @@ def test_the_switch_at_any_step_changes_no_token(
         made = group("0:2", "2:4")
         made.add(0, region=region)
         made.add(1, region=region)
-        full(made)
+        made.wait_full()
 
 
 @pytest.mark.parametrize("gpu", [None, host_gpu])
 def test_gathered_keys_and_values_are_used(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
     made = group("0:1", "1:3", "3:4", gpu=gpu).start()
-    full(made)
+    made.wait_full()
     answer = made.leader.ask([7] * 200, max_tokens=40)
     for _ in range(10):
         answer.next()
@@ -94,7 +90,7 @@ def test_a_file_that_cannot_be_read_is_named_once(
     group: Callable[..., Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = group("0:2", "2:4").start()
-    full(made)
+    made.wait_full()
     path = Path(made.leader.engine._settings.group or "")  # type: ignore[attr-defined]
     text = path.read_text()
     path.unlink()
@@ -116,7 +112,7 @@ def test_workers_end(group: Callable[..., Group]) -> None:
 def test_many_requests_come_along(group: Callable[..., Group], serve: Any) -> None:
     alone = serve()
     made = group("0:1", "1:2", "2:4").start()
-    full(made)
+    made.wait_full()
     prompts = [[number] * (5 + 9 * number) for number in range(3, 15)]  # more than run at a time
     expected = [alone.ask(prompt, max_tokens=30).tokens for prompt in prompts]
     answers = [made.leader.ask(prompt, max_tokens=30) for prompt in prompts]

@@ -47,10 +47,6 @@ NAMED = (
 )
 
 
-def full(made: Group) -> None:
-    until(lambda: made.formed and all(worker.engine.full.is_set() for worker in made.workers))
-
-
 def addresses(engine: Any) -> dict[str, int]:
     """The place of each parameter in the device's memory for weights."""
     start = engine._gpu.link.ranges["weights"].data_ptr()
@@ -61,7 +57,7 @@ def test_the_other_layers_come_to_where_an_instance_has_them(
     group: Callable[..., Group], serve_region: Callable[..., Any], checkpoint: Path
 ) -> None:
     made = group("0:2", "2:4", gpu=host_gpu).start()
-    full(made)
+    made.wait_full()
     region = fill_region(checkpoint)
     alone = serve_region(region, host_gpu())
     alone.engine.wait_ready()
@@ -93,7 +89,7 @@ def test_an_embedding_that_is_also_the_head_is_in_both_parts(
     make_checkpoint(folder, tie_word_embeddings=True)
     expected = serve(folder).ask(PROMPT, max_tokens=20).tokens
     made = group("0:2", "2:4", folder=folder, gpu=host_gpu).start()
-    full(made)
+    made.wait_full()
     answer = made.leader.ask(PROMPT, max_tokens=20)
     answer.next()
     made.leader.engine.consolidate("down")  # type: ignore[attr-defined]
@@ -105,7 +101,7 @@ def test_an_embedding_that_is_also_the_head_is_in_both_parts(
 def test_graphs_are_captured_once_it_is_alone_and_used_then(group: Callable[..., Group], serve: Any) -> None:
     expected = serve().ask(PROMPT, max_tokens=40).tokens
     made = group("0:2", "2:4", gpu=host_gpu).start()
-    full(made)
+    made.wait_full()
     leader: Any = made.leader.engine
     recorder = leader._gpu.recorder
     answer = made.leader.ask(PROMPT, max_tokens=40)
@@ -147,7 +143,7 @@ def test_the_bundles_graphs_are_restored_once_it_is_alone(
     monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(b"1 2 4 8"))
     expected = serve().ask(PROMPT, max_tokens=40).tokens
     made = group("0:2", "2:4", gpu=host_gpu).start()
-    full(made)
+    made.wait_full()
     leader: Any = made.leader.engine
     answer = made.leader.ask(PROMPT, max_tokens=40)
     for _ in range(10):
@@ -231,7 +227,7 @@ def test_a_gpu_that_is_full_when_keys_and_values_are_gathered_costs_no_token(
 ) -> None:
     expected = serve().ask([7] * 100, max_tokens=24).tokens
     made = group("0:2", "2:4", gpu=host_gpu).start()
-    full(made)
+    made.wait_full()
 
     def is_full(*_: Any) -> Any:
         raise torch.OutOfMemoryError(FULL)

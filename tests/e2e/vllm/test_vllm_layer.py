@@ -31,12 +31,6 @@ def serving(start_shared: Callable[..., Any], example: Path) -> Iterator[Any]:
     assert made.stop() == 0  # and nothing is left behind, the folder of vLLM's server neither
 
 
-def running(serving: Any) -> int:
-    text = serving.request("GET", "/metrics")[1].decode()
-    line = next(line for line in text.splitlines() if line.startswith("medusa_engine_running"))
-    return int(float(line.split()[-1]))
-
-
 @pytest.mark.parametrize("shown", [*openai_examples.GENERATING, openai_examples.responses])
 def test_the_official_clients_examples_run(serving: Any, shown: Callable[[openai.OpenAI, str], None]) -> None:
     with client_of(serving) as client:
@@ -106,10 +100,10 @@ def test_a_client_that_leaves_cancels_its_request_in_vllm(serving: Any) -> None:
         )
         assert next(iter(stream)).type == "response.created"
         deadline = time.monotonic() + 30
-        while not running(serving):
+        while not serving.metric("medusa_engine_running"):
             assert time.monotonic() < deadline
         stream.close()
-        while running(serving):
+        while serving.metric("medusa_engine_running"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     status, answer, _ = serving.request("POST", "/v1/completions", {"prompt": "Return the", "max_tokens": 4})

@@ -33,12 +33,6 @@ def complete(serving: Any, prompt: Any = "Return the", **body: Any) -> tuple[int
     return status, answer
 
 
-def running(serving: Any) -> int:
-    text = serving.request("GET", "/metrics")[1].decode()
-    line = next(line for line in text.splitlines() if line.startswith("medusa_engine_running"))
-    return int(float(line.split()[-1]))
-
-
 def stage_names(serving: Any) -> set[str]:
     return {stage["name"] for stage in serving.request("GET", "/timeline")[1]["stages"]}
 
@@ -103,9 +97,9 @@ def test_a_lost_client_ends_its_request_and_a_killed_engine_is_replaced(start: S
     assert connection.getresponse().readline().startswith(b"data:")
     connection.close()
     deadline = time.monotonic() + PATIENCE_S
-    while running(serving) and time.monotonic() < deadline:
+    while serving.metric("medusa_engine_running") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert running(serving) == 0
+    assert serving.metric("medusa_engine_running") == 0
     os.kill(serving.child("engine"), signal.SIGKILL)
     assert complete(serving)[0] == 200  # by a new engine, forked from the same zygote
     assert serving.stop() == 0

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, serve_module: Callable[..., Any]) -> Any:
+    """One server for all tests of a file, with the file's TEMPLATE for chats."""
+    served = serve_module(files={"chat_template.jinja": request.module.TEMPLATE})
+    served.wait_ready()
+    return served
 
 
 @pytest.fixture

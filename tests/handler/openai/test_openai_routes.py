@@ -19,13 +19,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def served(serve_module: Serve) -> Any:
-    served = serve_module(files={"chat_template.jinja": TEMPLATE})
-    served.wait_ready()
-    return served
-
-
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list().data] == ["words"]
     assert client.models.retrieve("words").id == "words"

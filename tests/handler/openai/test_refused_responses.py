@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 
 Serve = Callable[..., Any]
+TEMPLATE = "{# tools: <tool_call> #}{% for m in messages %}{{ m.content }}{% endfor %}<assistant>"
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
-
-
-@pytest.fixture(scope="module")
-def served(serve_module: Serve) -> Any:
-    template = "{# tools: <tool_call> #}{% for m in messages %}{{ m.content }}{% endfor %}<assistant>"
-    served = serve_module(files={"chat_template.jinja": template})
-    served.wait_ready()
-    return served
 
 
 def raw(served: Any, body: str) -> tuple[int, bytes]:

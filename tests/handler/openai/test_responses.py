@@ -36,13 +36,6 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OUR_OWN = {"store"}  # a field that OpenAI sends, and that its types leave out
 
 
-@pytest.fixture(scope="module")
-def served(serve_module: Serve) -> Any:
-    served = serve_module(files={"chat_template.jinja": TEMPLATE})
-    served.wait_ready()
-    return served
-
-
 def extras(value: Any) -> set[str]:
     """Return the fields that the client's types do not have."""
     if isinstance(value, list):

@@ -156,13 +156,6 @@ def test_the_format_is_the_templates() -> None:
     assert len(FORMATS[0].new_id()) == 9
 
 
-@pytest.fixture(scope="module")
-def served(serve_module: Callable[..., Any]) -> Any:
-    served = serve_module(files={"chat_template.jinja": TEMPLATE})
-    served.wait_ready()
-    return served
-
-
 def ask(client: openai.OpenAI, say: str, **options: Any) -> Any:
     options = {"tools": [WEATHER, TIME], **options}
     return client.chat.completions.create(

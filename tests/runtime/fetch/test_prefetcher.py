@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,6 @@ def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
     origin.put("/m/model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
     origin.put("/m/config.json", b'{"model_type": "llama"}')
     return origin
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    region = Region.create()
-    yield region
-    region.close()
 
 
 def fill(region: Region, url: str, timeline: Timeline | None = None, **options: Any) -> None:

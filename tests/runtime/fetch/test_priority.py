@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -35,13 +35,6 @@ LAST = "layers.11.w"
 def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
     origin.put("/m/model.safetensors", safetensors_file(TENSORS))
     return origin
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    region = Region.create()
-    yield region
-    region.close()
 
 
 def fetching(region: Region, url: str, timeline: Timeline, **options: Any) -> threading.Thread:

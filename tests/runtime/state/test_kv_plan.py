@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,14 +142,6 @@ def test_activations_grow_with_tokens_and_sequences() -> None:
 
     assert needed(max_batched_tokens=64) < needed(max_batched_tokens=2048) < 32 * needed(max_batched_tokens=64)
     assert needed(max_concurrency=1) < needed(max_concurrency=64)
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    """The example's index and files, with a recorded plan to be added by the test."""
-    region = Region.create()
-    yield region
-    region.close()
 
 
 @pytest.mark.parametrize(

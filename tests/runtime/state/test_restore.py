@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def published(origin: Any, tmp_path: Path, safetensors_file: Callable[..., bytes]) -> Published:
     return Published(origin, tmp_path / "bundle", safetensors_file(TENSORS))
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    region = Region.create()
-    yield region
-    region.close()
 
 
 def fill(region: Region, url: str, *, state: str | None = None, **settings_: str | None) -> list[Stage]:
