@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+from waiting import until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _PATIENCE_S = 60.0
@@ -90,10 +91,7 @@ class Browser:
         return found["result"].get("value")
 
     def until(self, expression: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self.value(expression):
-            assert time.monotonic() < deadline, expression
-            time.sleep(0.2)
+        until(lambda: self.value(expression), lambda: expression)
 
     def picture(self, file: Path) -> None:
         """Take a picture of the whole page."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process_tree import alive
+from waiting import until
 
 from benchmarks.gpu import run, summary
 from benchmarks.gpu.figures import report
@@ -158,10 +158,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     checking.run(Part("slow", "slow", timeout_s=2))
     assert "timeout" in checking.results["slow"]["failed"]
     child = int(started.read_text())
-    deadline = time.monotonic() + 60
-    while alive(child):
-        assert time.monotonic() < deadline, "the child of a part outlived it"
-        time.sleep(0.02)
+    until(lambda: not alive(child))
 
 
 def test_a_checkpoint_that_cannot_be_made_costs_its_shape_alone(tmp_path: Path) -> None:
@@ -174,10 +171,7 @@ def test_checkpoints_are_written_while_earlier_parts_run(tmp_path: Path) -> None
     assert run.shapes_of((1, 2, 4), dry_run=False) == ["llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"]
     assert run.shapes_of((1, 2, 4), ["opt-1.3b"], dry_run=False) == ["opt-1.3b"]
     run.make_ahead(tmp_path, ["no such shape", "tiny-llama"])
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "tiny-llama/done").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: (tmp_path / "tiny-llama/done").exists())
     written = (tmp_path / "tiny-llama/config.json").stat().st_mtime_ns
     (tmp_path / "out").mkdir()
     checking = Check(tmp_path / "out", tmp_path, dry_run=True, budget_s=60)

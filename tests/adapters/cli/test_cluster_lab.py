@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from medusa_cluster.lab.laboratory import check_machine
 from process_tree import alive, descendants
 from strangers import ALICE, as_user
+from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
@@ -88,7 +88,4 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
         assert sum(name.startswith("lab-") for name in started.values()) == 4  # two nodes, the origin and the switch
         process.send_signal(number)
         process.wait()
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not any(alive(pid) for pid in started))

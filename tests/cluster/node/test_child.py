@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from medusa_cluster.node.processes.child import Child, RestartingChild
 from process_tree import alive, descendants
+from waiting import until
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 # It starts a process in a session of its own, which outlives it.
@@ -31,10 +31,7 @@ PARENT = [
 
 
 def until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 20
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
-        time.sleep(0.05)
+    until(lambda: not any(map(alive, pids)), lambda: [pid for pid in pids if alive(pid)])
 
 
 async def line_of(child: Child) -> str:

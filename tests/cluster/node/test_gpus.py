@@ -39,10 +39,7 @@ def watched(fake_nvml: str) -> Iterator[Watched]:
         gpus = Gpus(names, link_bytes_per_s, library=fake_nvml)
         made.append(gpus)
         gpus.begin()
-        deadline = time.monotonic() + 30
-        while "device_name" not in gpus.status():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: "device_name" in gpus.status())
         return gpus
 
     yield watch
@@ -229,10 +226,7 @@ def test_of_gpus_that_the_driver_does_not_describe_only_the_number_is_said(
 ) -> None:
     gpus = Gpus(("0",), library="/nowhere/libnvidia-ml.so.1")
     gpus.begin()
-    deadline = time.monotonic() + 30
-    while "the node's GPUs are not seen" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: "the node's GPUs are not seen" in caplog.text)
     gpus.close()
     assert gpus.status() == {"devices": 1}
     assert gpus.lend("i", TORCH).environment == {}

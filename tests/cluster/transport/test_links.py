@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from medusa_cluster.lab.laboratory import ORIGIN, Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
+from waiting import until
 
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
@@ -56,10 +57,7 @@ class Chain:
     def wait_received(self, place: int, size: int) -> None:
         node = self.nodes[place].name
         begun = self.lab.received_bytes(node)
-        deadline = time.monotonic() + 60
-        while self.lab.received_bytes(node) - begun < size:
-            assert time.monotonic() < deadline, f"{node} receives nothing"
-            time.sleep(0.05)
+        until(lambda: self.lab.received_bytes(node) - begun >= size, lambda: f"{node} receives nothing")
 
 
 @pytest.fixture

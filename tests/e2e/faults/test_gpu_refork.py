@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 Start = Callable[..., Any]
 BREAKING = Path(__file__).with_name("breaking_gpu.py")
@@ -21,12 +21,8 @@ def test_the_next_engine_captures_what_broke_the_one_before(start: Start, exampl
     expected = start("--model", example).complete()["choices"][0]["text"]
     wrapper, cache = [sys.executable, str(BREAKING)], tmp_path / "cache"
     serving = start("--model", example, "--state", "none", wrapper=wrapper, env={"XDG_CACHE_HOME": str(cache)})
-    deadline = time.monotonic() + 200
-    while (
-        "they broke the device's context before" not in serving.output()
-    ):  # an answer of the first one's could be lost
-        assert time.monotonic() < deadline, serving.output()
-        time.sleep(0.05)
+    # An answer of the first engine's could be lost.
+    until(lambda: "they broke the device's context before" in serving.output(), serving.output)
     serving.wait_ready()
     assert serving.complete()["choices"][0]["text"] == expected
     output = serving.output()

@@ -115,12 +115,7 @@ def test_a_request_that_had_begun_ends_with_one_clear_error(start: Start, exampl
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 64}  # eight at a time
     asking = threading.Thread(target=lambda: answers.append(serving.request("POST", "/v1/completions", body)))
     asking.start()
-    deadline = time.monotonic() + 60
-    while not re.search(
-        rb"(?m)^medusa_engine_generated_tokens_total(\{.*\})? [1-9]\d", serving.request("GET", "/metrics")[1]
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: (serving.metric("medusa_engine_generated_tokens_total") or 0) >= 10)
     assert killed_within(serving, "engine") <= _NOTICED_S
     asking.join()
     assert [(status, answer["error"]["code"]) for status, answer, _ in answers] == [(503, "Engine.Failed")]
@@ -240,10 +235,7 @@ def test_a_pause_of_the_whole_instance_is_no_hang(start: Start, example: Path) -
     everybody = [serving.process.pid, *tree]
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while not all(map(stopped, everybody)):  # each stops when it next runs
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(map(stopped, everybody)))  # each stops when it next runs
     time.sleep(6)
     for pid in everybody:
         os.kill(pid, signal.SIGCONT)

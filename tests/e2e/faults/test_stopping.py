@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 Start = Callable[..., Any]
 
@@ -61,9 +62,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path
     serving.wait_ready()
     with closing(http.client.HTTPConnection("127.0.0.1", serving.port, timeout=240)) as client:
         client.request("POST", "/", b"x")
-        deadline = time.monotonic() + 60
-        while "got it" not in serving.output():
-            assert time.monotonic() < deadline
+        until(lambda: "got it" in serving.output())
         descendants = serving.children()
         serving.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 60
@@ -99,10 +98,7 @@ def test_standard_streams_may_be_closed(start: Start, example: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:  # it cannot tell which one it has taken
         port = free.getsockname()[1]
     serving = start("--model", example, "--port", str(port), wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
-    deadline = time.monotonic() + 90
-    while not answers(f"http://127.0.0.1:{port}/readyz"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: answers(f"http://127.0.0.1:{port}/readyz"))
     assert serving.stop() == 0
 
 

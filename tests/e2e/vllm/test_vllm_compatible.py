@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import openai
 import openai_examples
 import pytest
+from waiting import until
 
 PATIENCE_S = 300.0
 pytestmark = [
@@ -46,7 +45,4 @@ def leave_early(serving: Any) -> None:
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     assert connection.getresponse().readline().startswith(b"data:")
     connection.close()
-    deadline = time.monotonic() + 30
-    while not re.search(rb"^medusa_engine_running(\{.*\})? 0$", serving.request("GET", "/metrics")[1], re.MULTILINE):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: serving.metric("medusa_engine_running") == 0)

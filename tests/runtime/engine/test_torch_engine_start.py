@@ -11,6 +11,7 @@ import pytest
 from engine_fixtures import fill_region
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, CorruptError, EngineError, MedusaError
+from waiting import until
 
 
 class Arriving:
@@ -54,10 +55,7 @@ def in_last_layer(name: str) -> bool:
 
 
 def until_a_forward_waits(served: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not served.engine.stats()["running"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: served.engine.stats()["running"])
 
 
 def test_a_prefill_starts_at_once_and_ends_when_the_last_layer_is_there(

@@ -21,6 +21,7 @@ from medusa_runtime.load.pending import PendingParameter
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor, nn
+from waiting import until
 
 Fill = Callable[..., Any]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
@@ -363,9 +364,7 @@ def test_is_fetched_in_construction_order_unless_a_forward_was_recorded(filling:
     module, loader = build(filled.region, stack)
     schedule = Schedule(filled.writer)
     of = {chunk: name for name in names for chunk in filled.writer.chunks.of_tensor(name)}
-    deadline = time.monotonic() + 60
-    while len(filled.writer.hinted()) < len(of):
-        assert time.monotonic() < deadline
+    until(lambda: len(filled.writer.hinted()) >= len(of))
     taken: dict[str, None] = {}
     while (span := schedule.take(1)) is not None:
         taken |= dict.fromkeys(of[chunk] for chunk in span.chunks)
