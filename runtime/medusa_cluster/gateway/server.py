@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499  # nginx's status for a client that left; appears only in metrics
 _HEARTBEAT_S = 10.0
-_LEAST_BYTES_PER_S = 256_000  # of a client that takes a large answer, which is in memory meanwhile
+_LEAST_BYTES_PER_S = 256_000  # of a client that an answer waits for
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
 _UNASKED = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -326,8 +326,7 @@ class _Client:
         self._write_timeout_s = write_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent_at = 0.0
-        self._is_whole = False
-        self._size_bytes = self._sent_bytes = 0
+        self._sent_bytes = 0
         self._waited_s = 0.0
         self._fault: Fault | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
@@ -345,16 +344,19 @@ class _Client:
         self._heartbeat_task = asyncio.create_task(self._send_heartbeats())
 
     async def send(self, data: bytes) -> None:
+        began = time.monotonic()
+        await self._write(data)
+        self._waited_s += time.monotonic() - began
+        self._sent_bytes += len(data)
+        # The instance has the same limit. It is not to take this gateway for the slow client.
+        if self._waited_s > self._write_timeout_s + self._sent_bytes / _LEAST_BYTES_PER_S:
+            self.cut_off()
+            raise ConnectionResetError("the client takes its answer too slowly")
+
+    async def _write(self, data: bytes) -> None:
         assert self._response is not None
         self._sent_at = time.monotonic()
         await self._within_timeout(self._response.write(data))
-        if self._is_whole:
-            self._waited_s += time.monotonic() - self._sent_at
-            self._sent_bytes += len(data)
-            size = max(self._size_bytes, self._sent_bytes)
-            if self._waited_s > self._write_timeout_s + size / _LEAST_BYTES_PER_S:
-                self.cut_off()
-                raise ConnectionResetError("the client takes its answer too slowly")
 
     async def fail(self, fault: Fault) -> None:
         self._fault = fault
@@ -370,7 +372,6 @@ class _Client:
     async def begin_whole(self, status: int, headers: Mapping[str, str], size_bytes: int | None) -> None:
         self._response = web.StreamResponse(status=status, headers=headers)
         self._response.content_length = size_bytes
-        self._is_whole, self._size_bytes = True, size_bytes or 0
         await self._response.prepare(self._request)
 
     async def _within_timeout(self, writing: Awaitable[None]) -> None:
@@ -400,7 +401,7 @@ class _Client:
             while True:
                 await asyncio.sleep(_HEARTBEAT_S)
                 if time.monotonic() - self._sent_at >= _HEARTBEAT_S:
-                    await self.send(sse.HEARTBEAT)
+                    await self._write(sse.HEARTBEAT)
 
 
 def _entries(deployed: DeployedModel) -> list[dict[str, Any]]:

@@ -71,23 +71,35 @@ def test_a_large_answer_comes_whole(start_gateway: Start) -> None:
     assert gateway.post("/v1/embeddings", json.loads(_REQUEST)) == (200, json.loads(_ANSWER))
 
 
-def test_a_client_that_takes_a_large_answer_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a piece before each time limit, and so would keep the answer in memory for hours."""
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_takes_a_large_answer_slowly_is_closed(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """It takes a piece before each time limit, and so would keep the answer in memory for hours.
+
+    If a gateway waits too long for one that takes a stream so, its instance ends the stream, and seems to be lost.
+    """
     body = b"x" * (24 << 20)
     monkeypatch.setattr(gateway_server, "_LEAST_BYTES_PER_S", 24 << 20)
     ended: list[BaseException] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
+        client = gateway_server._Client(request, 4.0)
         try:
-            return await gateway_server._Client(request, 4.0).send_whole(Answer(200, {}, body))
+            if not streams:
+                return await client.send_whole(Answer(200, {}, body))
+            await client.begin({"Content-Type": "text/event-stream"})
+            for _ in range(24):
+                await client.send(b"x" * (1 << 20))
+            return await client.end()
         except ConnectionError as error:
             ended.append(error)
             raise asyncio.CancelledError from None
+        finally:
+            client.close()
 
     async def main() -> float:
         app = web.Application()
         app.router.add_get("/", answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
