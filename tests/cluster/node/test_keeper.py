@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from medusa_cluster.node.processes.ping_watchdog import PingWatchdog
 from process_tree import Unloaded, alive, children, stopped
+from waiting import until
 
 # It says who it is, and what it has started, in a session of its own.
 SERVER = """
@@ -58,7 +60,7 @@ kept.end()
 time.sleep(60)
 """
 HUNG = """
-import sys
+import sys, time
 from medusa_cluster.node.processes.keeper import keep
 from medusa_runtime.node.watchdog import Watchdog
 kept = keep()
@@ -66,8 +68,7 @@ if isinstance(kept, int):
     sys.exit(kept)
 Watchdog("the node server", 0.1).start()
 print("started", flush=True)
-while True:
-    pass
+time.sleep(600)
 """
 
 Start = Callable[[str], subprocess.Popen[str]]
@@ -125,6 +126,7 @@ def test_a_node_server_that_is_stopped_is_replaced_within_three_seconds(start: S
     clock = Unloaded(keeper.pid)
     while stopped(server) or alive(server):
         assert clock.passed_s() <= 3
+        time.sleep(0.01)
     assert pids(keeper)[0] != server
 
 
@@ -147,8 +149,7 @@ def test_nothing_is_left_of_a_keeper_that_is_killed(start: Start) -> None:
     keeper = start(SERVER)
     server, _ = pids(keeper)
     keeper.kill()
-    while alive(server):
-        pass
+    until(lambda: not alive(server))
 
 
 def test_a_keeper_that_is_stopped_goes_on_within_three_seconds(start: Start) -> None:
@@ -156,10 +157,10 @@ def test_a_keeper_that_is_stopped_goes_on_within_three_seconds(start: Start) -> 
     server, _ = pids(keeper)
     os.kill(keeper.pid, signal.SIGSTOP)
     clock = Unloaded(server)
-    while not stopped(keeper.pid):
-        pass
+    until(lambda: stopped(keeper.pid))
     while stopped(keeper.pid):
         assert clock.passed_s() <= 3
+        time.sleep(0.01)
     os.kill(server, signal.SIGKILL)
     assert pids(keeper)[0] != server
 
@@ -170,8 +171,7 @@ def test_a_node_server_whose_keeper_hangs_ends_with_it(start: Start) -> None:
     keeper.send_signal(signal.SIGUSR1)
     assert line(keeper) == "forsaken\n"
     assert keeper.wait(60) == -signal.SIGKILL
-    while alive(server):
-        pass
+    until(lambda: not alive(server))
 
 
 CONTROLLER = """
