@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,10 @@ def test_what_does_not_fit_is_captured(restored: dict[str, Any], made: dict[str,
     assert found["log"].count("captured, not restored") == 1
     assert reason in found["log"]
     assert (found["answers"] == made["plain"]["answers"]) == (name != "weights")
+    calls = Counter(found["driver"])
+    assert calls["cuLibraryUnload"] == calls["cuLibraryLoadData"]
+    assert calls["cuMemRelease"] == calls["cuMemCreate"]
+    assert calls["cuMemRelease"] or name == "gpu"
 
 
 def test_piecewise_graphs_are_restored_but_for_the_smallest(restored: dict[str, Any], made: dict[str, Any]) -> None:
@@ -306,7 +311,8 @@ def test_piecewise_graphs_are_restored_but_for_the_smallest(restored: dict[str, 
     assert found["log"] == ""
     assert found["entries"] == [{"1": "FakeGraph", "2": "RestoredGraph", "4": "RestoredGraph"}] * 2
     assert found["calls"] == [2, 2], "a warm-up and a capture"
-    assert found["loads"] == found["images"] > 0, "full and piecewise graphs share the kernel images"
+    images = decode_blueprints(Path(made["pieces path"]).read_bytes()).images
+    assert found["driver"]["cuLibraryLoadData"] == len(images) > 0, "full and piecewise graphs share them"
     assert found["piecewise"] == offline["piecewise"]
     assert len({digest for digests in found["piecewise"].values() for digest in digests}) == 6
     assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")

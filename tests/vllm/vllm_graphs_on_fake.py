@@ -17,6 +17,7 @@ import os
 import random
 import struct
 import sys
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -402,19 +403,18 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
     with patch.object(cuda.driver, "result", side_effect=cuda.driver.result) as called:
         finder = begin_loading(cuda.driver, runner, blueprints)
         capture(made, runner)
-    loads = [one for one in called.call_args_list if one.args[0] == "cuLibraryLoadData"]
+    driver = Counter(one.args[0] for one in called.call_args_list)
     kinds = {str(one.num_tokens): type(graph).__name__ for one, graph in made.graphs.items()}
     untouched = bool((runner.input_buffers.input_ids == 0).all())
     found = {"kinds": kinds, "forwards": runner.model.forwards, "layers": runner.model.layers, "untouched": untouched}
     if options.get("pieces"):
-        found["loads"], found["images"] = len(loads), len(blueprints.images)
         found["calls"] = [piece.calls for piece in runner.model.pieces]
         found["piecewise"] = piecewise(config, runner)
         found["entries"] = [
             {str(one.num_tokens): type(entry.cudagraph).__name__ for one, entry in sorted_entries(wrapper)}
             for wrapper in runner.model._wrapped
         ]
-    return {**found, "answers": answers(made, runner)}
+    return {**found, "driver": driver, "answers": answers(made, runner)}
 
 
 def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments: list[str]) -> None:
