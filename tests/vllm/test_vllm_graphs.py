@@ -31,7 +31,8 @@ Run = Callable[..., dict[str, Any]]
 
 def variables(fake_cuda: Path, where: int) -> dict[str, str]:
     cubins = GRAPHS / "cubins"
-    return {"FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins), "FAKE_CUDA_BASE": hex(where)}
+    found = {"FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins), "FAKE_CUDA_BASE": hex(where)}
+    return {**found, "FAKE_CUDA_LATE": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -210,19 +210,15 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     if "astray" in options:
         words["astray"] = ROW if options.get("pool_first") else 0
     place, numbers = Placed(cuda), random.Random(5)
-    count = (VOCAB + WIDTH) * WIDTH
-    weights = place(torch.tensor([numbers.uniform(-1, 1) for _ in range(count)]))
+    weights = place(torch.tensor([numbers.uniform(-1, 1) for _ in range((VOCAB + WIDTH) * WIDTH)]))
     table = place(torch.zeros(2, dtype=torch.int32)) if "table" in options else None
     buffers = InputBuffers(8, 16, HOST)
     for name, tensor in list(vars(buffers).items()):
         if isinstance(tensor, Tensor):
             setattr(buffers, name, place(tensor))
-    tables = SimpleNamespace(
-        input_block_tables=[place(torch.zeros(8, 4, dtype=torch.int32))],
-        slot_mappings=place(torch.zeros(1, 16, dtype=torch.int64)),
-        block_sizes=[BLOCK],
-        cp_size=1,
-    )
+    slots = place(torch.zeros(1, 16, dtype=torch.int64))
+    listed = [place(torch.zeros(8, 4, dtype=torch.int32))]
+    tables = SimpleNamespace(input_block_tables=listed, slot_mappings=slots, block_sizes=[BLOCK], cp_size=1)
     tables.get_dummy_block_tables = lambda rows: tuple(table[:rows].zero_() for table in tables.input_block_tables)
     tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
@@ -276,6 +272,11 @@ def capture(manager: Any, runner: Any) -> None:
     )
 
 
+def digest(hidden: Tensor) -> str:
+    torch.cuda.synchronize()
+    return hashlib.sha256(bytes(hidden.reshape(-1).view(torch.uint8))).hexdigest()[:16]
+
+
 @torch.inference_mode()
 def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
     """The digests of hidden states, through vLLM's own dispatch and replay."""
@@ -285,9 +286,7 @@ def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
             manager.hidden_states.fill_(0)
             runner.input_buffers.input_ids[:size] = torch.tensor(ids[:size], dtype=torch.int32)
             one = manager.dispatch(num_reqs=size, num_tokens=size, uniform_token_count=1, num_active_loras=0)
-            hidden = manager.run_fullgraph(one)
-            bits = bytes(hidden.reshape(-1).view(torch.uint8))
-            found.setdefault(str(size), []).append(hashlib.sha256(bits).hexdigest()[:16])
+            found.setdefault(str(size), []).append(digest(manager.run_fullgraph(one)))
     return found
 
 
@@ -302,8 +301,7 @@ def piecewise(config: VllmConfig, runner: Any) -> dict[str, list[str]]:
             mode, batch = CUDAGraphMode.PIECEWISE, BatchDescriptor(num_tokens=size)
             with set_forward_context({}, config, num_tokens=size, cudagraph_runtime_mode=mode, batch_descriptor=batch):
                 hidden = runner.model(buffers.input_ids[:size], buffers.positions[:size])
-            bits = bytes(hidden.reshape(-1).view(torch.uint8))
-            found.setdefault(str(size), []).append(hashlib.sha256(bits).hexdigest()[:16])
+            found.setdefault(str(size), []).append(digest(hidden))
     return found
 
 

@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "state/graphs"))
 
 from fake_allocator import FakeAllocator
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
-from toy import MAGIC, Pool, Toy, open_driver
+from toy import MAGIC, NON_BLOCKING, Pool, Toy, open_driver
 
 HOST = torch.device("cpu")
 POOL_BYTES, WORKSPACE_BYTES = 1 << 20, 4096
-NON_BLOCKING = 1  # as torch makes its streams
 SEGMENT_BYTES = 2 << 20  # what torch's allocator asks for, to cut small blocks from
 
 
@@ -191,7 +190,7 @@ class FakeCuda:
             "Stream": lambda device=None: Stream(self, self.driver.handle("cuStreamCreate", NON_BLOCKING)),
             "stream": self.stream,
             "current_stream": lambda device=None: self.current,
-            "synchronize": lambda device=None: None,
+            "synchronize": lambda device=None: self.driver.call("cuCtxSynchronize"),
             "graph_pool_handle": lambda: (0, 1),
             "CUDAGraph": lambda keep_graph=False: FakeGraph(self, keep_graph),
             "memory_snapshot": self.snapshot,

@@ -45,7 +45,7 @@ def run(fake_cuda: Path, forks: ForkServer) -> Run:
     def run(phase: str, where: int, *, cc: str | None = None, **options: Any) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
         variables |= {"CC": cc} if cc else {}
-        variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
+        variables |= {"FAKE_CUDA_LATE": "1", "FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
         variables["FAKE_CUDA_SHIFTS"] = "2" if phase == "dump" else "0"  # as large as the workspace, and before it
         arguments = [phase, json.dumps(options)]
         if phase == "materialize":

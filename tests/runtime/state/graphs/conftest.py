@@ -47,7 +47,7 @@ def toy(fake_cuda: Path, cubins: Path, forked_toys: ForkServer) -> Toy:
         **environment: str,
     ) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
-        variables |= {"FAKE_CUDA_BASE": hex(base), "FAKE_CUDA_DESCRIBE": "1", **environment}
+        variables |= {"FAKE_CUDA_BASE": hex(base), "FAKE_CUDA_DESCRIBE": "1", "FAKE_CUDA_LATE": "1", **environment}
         arguments = [phase, json.dumps(options)]
         if python is not None or phase == "materialize":
             command = [python or sys.executable, str(HERE / "toy.py"), *arguments]

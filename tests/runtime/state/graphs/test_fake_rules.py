@@ -101,6 +101,19 @@ def test_calls_need_the_threads_context_and_its_process(driver: Fake) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == NOT_INITIALIZED
 
 
+def test_what_is_launched_runs_when_something_waits_for_it(driver: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, memory = ctypes.CDLL(driver.file), c_uint64()
+    assert library.cuMemAlloc_v2(byref(memory), ctypes.c_size_t(4096)) == 0
+    for late, flags, seen in ((False, NON_BLOCKING, 7), (True, BLOCKING, 7), (True, NON_BLOCKING, 0)):
+        monkeypatch.setenv("FAKE_CUDA_LATE", "1") if late else monkeypatch.delenv("FAKE_CUDA_LATE", raising=False)
+        stream = driver.handle("cuStreamCreate", flags)
+        driver.fill(memory.value, 0, 4)
+        library.cuMemsetD32Async(memory, 7, ctypes.c_size_t(1), ctypes.c_void_p(stream))
+        assert driver.read(memory.value, 4)[0] == seen, "a copy waits for blocking streams alone"
+        driver.call("cuStreamSynchronize", stream)
+        assert driver.read(memory.value, 4)[0] == 7
+
+
 def test_nodes_end_with_their_graph(driver: Fake) -> None:
     graph = driver.handle("cuGraphCreate", 0)
     node = driver.handle("cuGraphAddEmptyNode", graph, None, 0)

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from allocation_trace import AllocationTrace, by_allocation, replay
 from changed_bundles import CHANGES, with_damaged_image
 
+NON_BLOCKING = 1  # as torch makes its streams
 bindings.SIGNATURES.update(
     {
         "cuMemAlloc_v2": "pz",
@@ -81,7 +82,7 @@ def open_driver() -> tuple[CudaDriver, int]:
     driver = CudaDriver(os.environ["FAKE_CUDA_LIBRARY"])
     driver.call("cuInit", 0)
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
-    return driver, driver.handle("cuStreamCreate", 0)
+    return driver, driver.handle("cuStreamCreate", NON_BLOCKING)
 
 
 def twin(image: bytes) -> bytes:
@@ -121,7 +122,7 @@ class Toy:
 
     def __init__(self, driver: CudaDriver, stream: int, at: dict[str, int]) -> None:
         self.driver, self.stream, self.at = driver, stream, at
-        self.side = driver.handle("cuStreamCreate", 0)
+        self.side = driver.handle("cuStreamCreate", NON_BLOCKING)
         self.event = driver.handle("cuEventCreate", 0)
         self.trace = AllocationTrace()
         self.pool = Pool(at["pool"])

@@ -178,6 +178,14 @@ CUresult capture_forbids_legacy(void); // of the legacy stream, and what is sync
 CUresult capture_forbids_all(void);    // of what encompasses every stream, such as synchronizing the context
 CUresult capture_refuses(Capturing *capturing); // of a stream that captures
 
+// work.c: what was launched on streams
+typedef CUresult (*Runnable)(void *object);
+CUresult work_begin(void *stream, int blocking, Runnable run, void *object);
+void work_finish(void *stream);
+void work_finish_blocking(void); // of the streams with which the legacy stream synchronizes
+void work_finish_all(void);
+int stream_blocks(void *stream);
+
 // kernels.c
 HostKernel host_kernel(const char *name, int variant);
 

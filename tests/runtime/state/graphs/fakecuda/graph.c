@@ -6,7 +6,7 @@
 
 typedef struct {
   Node *nodes;
-  int count;
+  int count, launched, destroyed; // how often it is still to run
   atomic_int in_use;
 } Exec;
 
@@ -282,7 +282,16 @@ CUresult cuGraphExecDestroy(void *handle) {
   Exec *exec = handle_get(EXEC, handle);
   if (!exec) return CUDA_ERROR_INVALID_HANDLE;
   enter_alone(&exec->in_use, __func__);
-  return handle_free(handle), free(exec->nodes), free(exec), CUDA_SUCCESS;
+  handle_free(handle), exec->destroyed = 1;
+  if (!exec->launched) free(exec->nodes), free(exec);
+  return CUDA_SUCCESS;
+}
+static CUresult run_all(void *object) {
+  Exec *exec = object;
+  CUresult result = broken;
+  for (int i = 0; i < exec->count && !result; i++) result = node_run(&exec->nodes[i]);
+  if (!--exec->launched && exec->destroyed) free(exec->nodes), free(exec);
+  return result;
 }
 // A launch only begins the work. A fault in it is reported by the calls that follow, and no call works after it.
 CUresult cuGraphLaunch(void *handle, void *stream) {
@@ -290,10 +299,6 @@ CUresult cuGraphLaunch(void *handle, void *stream) {
   if (!exec || !handle_get(STREAM, stream)) return CUDA_ERROR_INVALID_HANDLE;
   ONE_THREAD(exec);
   NEEDS_CONTEXT();
-  for (int i = 0; i < exec->count; i++) {
-    CUresult result = node_run(&exec->nodes[i]);
-    if (result != CUDA_ERROR_ILLEGAL_ADDRESS && result) return result;
-    if (result) return broken = result, CUDA_SUCCESS;
-  }
-  return CUDA_SUCCESS;
+  exec->launched++;
+  return work_begin(stream, stream_blocks(stream), run_all, exec);
 }

@@ -91,7 +91,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
 CUresult cuMemFree_v2(CUdeviceptr address) {
   NEEDS_CONTEXT();
   CUresult forbidden = capture_forbids_unsafe();
-  return forbidden ? forbidden : device_free(address);
+  return forbidden ? forbidden : (work_finish_all(), device_free(address)); // waits, as unmapping does not
 }
 CUresult device_free(CUdeviceptr address) {
   GUARDED(lock);
@@ -196,6 +196,7 @@ static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) 
   CUresult forbidden = capture_forbids_legacy();
   if (forbidden) return forbidden;
   if (!device_range(to, size)) return CUDA_ERROR_INVALID_VALUE;
+  work_finish_blocking();
   if (begun_count == 256) memory_finish();
   void *data = malloc(size ? size : 1);
   from ? memcpy(data, from, size) : memset(data, value, size);
@@ -207,7 +208,7 @@ CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
   NEEDS_CONTEXT();
   CUresult forbidden = capture_forbids_legacy();
   if (forbidden) return forbidden;
-  memory_finish();
+  work_finish_blocking(), memory_finish();
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {

@@ -59,7 +59,7 @@ CUresult cuCtxGetDevice(int *device) { return *device = 0, current ? CUDA_SUCCES
 CUresult cuCtxSynchronize(void) {
   NEEDS_CONTEXT();
   CUresult forbidden = capture_forbids_all();
-  return forbidden ? forbidden : (memory_finish(), broken);
+  return forbidden ? forbidden : (work_finish_all(), memory_finish(), broken);
 }
 CUresult cuGetErrorName(CUresult code, const char **name) {
   static const struct {
@@ -85,10 +85,14 @@ CUresult cuStreamCreate(void **stream, unsigned flags) {
 CUresult cuStreamDestroy_v2(void *stream) { return handle_free(stream), CUDA_SUCCESS; }
 CUresult cuStreamSynchronize(void *stream) {
   Stream *s = handle_get(STREAM, stream);
-  if (stream) return !s ? CUDA_ERROR_INVALID_HANDLE : capture_refuses(&s->capturing) ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : broken;
+  if (stream) {
+    if (!s) return CUDA_ERROR_INVALID_HANDLE;
+    if (capture_refuses(&s->capturing)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    return work_finish(stream), broken;
+  }
   NEEDS_CONTEXT();
   CUresult forbidden = capture_forbids_legacy();
-  return forbidden ? forbidden : (memory_finish(), broken);
+  return forbidden ? forbidden : (work_finish_blocking(), memory_finish(), broken);
 }
 CUresult cuEventCreate(void **event, unsigned flags) {
   return *event = handle_new(EVENT, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
@@ -102,7 +106,7 @@ CUresult cuEventRecord(void *event, void *stream) {
 CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
   Stream *to = handle_get(STREAM, stream), *from = handle_get(EVENT, event);
   if (!from || !to) return CUDA_ERROR_INVALID_HANDLE;
-  if (!from->graph) return CUDA_SUCCESS;
+  if (!from->graph) return work_finish_all(), CUDA_SUCCESS; // sooner than it must
   if (to->graph != from->graph) to->count = 0; // of an earlier capture
   to->graph = from->graph, to->graph_handle = from->graph_handle;
   for (int i = 0; i < from->count && to->count < WIDEST; i++) {
@@ -140,6 +144,15 @@ CUresult cuStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id, void
   return CUDA_SUCCESS;
 }
 
+int stream_blocks(void *stream) {
+  Stream *s = handle_get(STREAM, stream);
+  return s && s->blocking;
+}
+static CUresult run_once(void *node) {
+  CUresult result = node_run(node);
+  return free(node), result;
+}
+
 // In a capture the node is added behind the stream's last ones, otherwise it runs now.
 static CUresult submit(void *stream, Node *node, int programmatic) {
   Stream *s = handle_get(STREAM, stream);
@@ -147,10 +160,7 @@ static CUresult submit(void *stream, Node *node, int programmatic) {
   if (s->capturing.invalid) return free(node), CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   if (!context_of_thread()) return free(node), CUDA_ERROR_INVALID_CONTEXT;
   node->captured = 1;
-  if (!s->graph) {
-    CUresult result = broken ? broken : node_run(node);
-    return free(node), result;
-  }
+  if (!s->graph) return broken ? (free(node), broken) : work_begin(stream, s->blocking, run_once, node);
   EdgeData data[WIDEST] = {0};
   for (int i = 0; i < s->count; i++)
     if (programmatic && s->graph->nodes[s->tips[i]]->type == NODE_KERNEL) data[i] = (EdgeData){1, 0, 1, {0}};
