@@ -26,7 +26,8 @@ _BUSY_CODES = ("not_ready", "overloaded")
 # A stream of chunks ends with [DONE], one of the Responses API with one of these.
 _FAILED = b"event: response.failed\n"
 _LAST = (b"event: response.completed\n", b"event: response.incomplete\n", _FAILED)
-_MEMORY_CODE = "answer_memory"  # its answers take all the memory they may; that is no fault of the instance's
+# Its answers, or the bodies of requests, take all the memory they may. That is no fault of the instance's.
+_MEMORY_CODES = ("answer_memory", "body_memory")
 _ENGINE_CODES = ("Engine.Failed", "Device.", "Limit.", "Cluster.")
 # Codes that mean the instance has not begun the request and never will.
 _ABSENT_CODES = ("Cluster.NoInstance", "Cluster.Unauthorized")
@@ -203,7 +204,7 @@ def _raise_if_unusable(status: int, body: bytes | bytearray) -> None:
         raise InstanceLostError(f"its node server answers {_describe_error(status, body)}", began=False)
     if status == 429 or (status == 503 and code in _BUSY_CODES):
         raise BusyError
-    if status in (502, 503) and code != _MEMORY_CODE:  # its engine ended; a new engine does not know this request
+    if status in (502, 503) and code not in _MEMORY_CODES:  # its engine ended; a new engine does not know this request
         raise InstanceLostError(f"it failed ({_describe_error(status, body)})", began=True)
 
 

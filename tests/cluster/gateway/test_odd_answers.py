@@ -101,8 +101,10 @@ def test_a_stream_whose_event_is_too_large_ends_with_an_error_and_is_run_once(
         assert len(cluster.calls) == 1
 
 
-def test_an_instance_whose_answers_take_all_their_memory_is_not_lost(start_gateway: Start, cluster: StandIn) -> None:
-    error = {"error": {"message": "try again later", "type": "t", "param": "logprobs", "code": "answer_memory"}}
+@pytest.mark.parametrize("code", ["answer_memory", "body_memory"])
+def test_an_instance_whose_memory_is_taken_is_not_lost(start_gateway: Start, cluster: StandIn, code: str) -> None:
+    """A few large bodies once had the gateway pause the instance, and say of later ones that it was lost."""
+    error = {"error": {"message": "try again later", "type": "t", "param": None, "code": code}}
     with answering(cluster, "application/json", json.dumps(error).encode(), status=503):
         gateway = start_gateway("--hold-s", "5")
         for _ in range(2):
