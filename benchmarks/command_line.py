@@ -1,12 +1,22 @@
-"""The end of this folder's commands: one line for an error, and the exit of all context managers at SIGTERM."""
+"""What this folder's commands share: lists of names, one line for an error, and the exit of all context managers at
+SIGTERM.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from medusa_runtime.errors import ConfigError, MedusaError
+
+
+def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """Split the value of a flag, a list with commas. Raises ConfigError for a name that is not in ``known``."""
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in found if name not in known]:
+        raise ConfigError(f"{flag}: expected names of {', '.join(known)}, found {', '.join(unknown)}")
+    return found
 
 
 def run(main: Callable[[], int]) -> None:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from medusa_adapters.bench.result import Result, Row, Target, targets_table
 from medusa_runtime.errors import ConfigError
 
+from benchmarks import command_line
+
 
 class Promise(NamedTuple):
     """The promise that a row's metric is at least (``at_least``) or at most its bound.
@@ -36,10 +38,9 @@ class Options(Protocol):
 
 def chosen_rows(text: str, promises: Mapping[str, Promise]) -> tuple[str, ...]:
     """Parse the value of ``--rows``. Raises ConfigError for an unknown name, or if there is none."""
-    rows = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in rows if name not in promises]
-    if unknown or not rows:
-        raise ConfigError(f"--rows: expected names of {', '.join(promises)}, found {', '.join(unknown) or 'none'}")
+    rows = command_line.names("--rows", text, promises)
+    if not rows:
+        raise ConfigError(f"--rows: expected names of {', '.join(promises)}, found none")
     return rows
 
 

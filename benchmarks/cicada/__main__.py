@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result, targets_table
+from medusa_runtime.errors import ConfigError, MissingPackageError
 
+from benchmarks import command_line
 from benchmarks.cicada.promises import find_targets
 from benchmarks.cicada.runner import ROOT
 from benchmarks.cicada.session import Session, say
@@ -24,18 +25,14 @@ _GATED = "resnet50"  # what gates cost is promised of it
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    models, strategies = _names(options.models), _names(options.strategies)
     from benchmarks.cicada.workloads.checkpoint import checkpoint, converted
     from benchmarks.cicada.workloads.workload import NAMES, workload
 
-    problem = (
-        _unknown("--models", models, NAMES)
-        or _unknown("--strategies", strategies, STRATEGIES)
-        or ("--runs: expected 1 or more" if options.runs < 1 else "")
-        or _absent("numpy", "safetensors", *["matplotlib"] * bool(options.figures))
-    )
-    if problem:
-        _parser().error(problem)
+    models = command_line.names("--models", options.models, NAMES)
+    strategies = command_line.names("--strategies", options.strategies, STRATEGIES)
+    if options.runs < 1:
+        raise ConfigError(f"--runs: expected 1 or more, found {options.runs}")
+    _require("numpy", "safetensors", *["matplotlib"] * bool(options.figures))
     result = Result()
     folders = {model: checkpoint(workload(model), options.checkpoints) for model in models}
     for folder in folders.values() if "converted" in strategies or options.prepare else ():
@@ -111,20 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown(flag: str, given: Sequence[str], known: Sequence[str]) -> str:
-    found = ", ".join(name for name in given if name not in known)
-    return f"{flag}: expected of {', '.join(known)}; found {found}" if found else ""
-
-
-def _absent(*packages: str) -> str:
-    """A line about packages that are not installed; checked before anything is measured, which takes minutes."""
-    absent = [name for name in packages if find_spec(name) is None]
-    return f"packages are missing: pip install {' '.join(absent)}" if absent else ""
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _require(*packages: str) -> None:
+    """Raise MissingPackageError before anything is measured, which takes minutes."""
+    if absent := [name for name in packages if find_spec(name) is None]:
+        raise MissingPackageError(f"packages are missing: pip install {' '.join(absent)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -30,8 +30,8 @@ _ORIGINS = ("local", "http", "s3")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parsed(argv)
-    others = listed("--vs", arguments.vs, _OTHERS)
-    listed("--origin", arguments.origin, _ORIGINS)
+    others = command_line.names("--vs", arguments.vs, _OTHERS)
+    command_line.names("--origin", arguments.origin, _ORIGINS)
     question = coldstart.question_of(arguments)
     if not question.folder:
         raise ConfigError(f"--model={question.model!r}: expected a folder, which all contestants read; see --origin")
@@ -116,15 +116,6 @@ def origin(question: Question, where: str, *, counting: bool) -> Iterator[Questi
             env |= {"AWS_DEFAULT_REGION": "us-east-1"}
             model = "s3://bucket/model" if where == "s3" else f"{store.url}/bucket/model"
             yield replace(question, model=model, env=env, sent_bytes=store.sent_bytes if counting else None)
-
-
-def listed(flag: str, text: str, known: Sequence[str]) -> list[str]:
-    """Split a list with commas into names. Raises ConfigError for a name that is not in ``known``."""
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{flag}={text!r} cannot be used: expected {', '.join(known)}, found {name!r}")
-    return names
 
 
 def targets(result: Result, ours: str) -> list[Target]:

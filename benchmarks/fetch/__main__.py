@@ -95,8 +95,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(
         runs=arguments.runs,
         size_bytes=int(arguments.size_gb * 1e9),
-        variants=tuple(variants[name] for name in _chosen("--variants", arguments.variants, tuple(variants))),
-        only=_chosen("--only", arguments.only, row_names()),
+        variants=tuple(variants[name] for name in command_line.names("--variants", arguments.variants, variants)),
+        only=command_line.names("--only", arguments.only, row_names()),
         peer_pythons=tuple(pythons),
         builtin_origin=arguments.builtin_origin,
     )
@@ -251,14 +251,6 @@ def _has_torch() -> bool:
     import importlib.util
 
     return importlib.util.find_spec("torch") is not None
-
-
-def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"{option}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
-    return names
 
 
 def _memory_folder(plan: Plan) -> str | None:

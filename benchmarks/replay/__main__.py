@@ -72,13 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = scenario.Shape(
         arguments.seconds, arguments.lengths, context, arguments.rate, arguments.cv, arguments.begin, arguments.seed
     )
-    traces = {name: scenario.requests(name, shape) for name in listed(arguments.scenarios)}
-    names = listed(arguments.systems.strip("-"))
+    traces = {
+        name: scenario.requests(name, shape) for name in filter(None, map(str.strip, arguments.scenarios.split(",")))
+    }
+    names = command_line.names("--systems", arguments.systems.strip("-"), SYSTEMS)
     if arguments.lab and os.geteuid():
         raise ConfigError("--lab: expected to run as root, which can make network namespaces")
-    for name in names:
-        if name not in SYSTEMS:
-            raise ConfigError(f"--systems: expected names of {', '.join(SYSTEMS)}, found {name!r}")
     options = Options(
         arguments.slots,
         arguments.keep_alive,
@@ -140,10 +139,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     return arguments
-
-
-def listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def measure(result: Result, system: System, traces: dict[str, list[Request]], options: Options) -> None:

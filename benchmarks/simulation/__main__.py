@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from medusa_runtime.errors import ConfigError
-
 from benchmarks import command_line
 from benchmarks.simulation import blitzscale, equal_slo, medusa, paraserve
 from benchmarks.simulation.figure import BANDS, Figure
@@ -39,10 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/figures"), metavar="FOLDER", help="out/figures")
     parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="length of the traces; 3600")
     arguments = parser.parse_args(argv)
-    names = list(FIGURES) if arguments.figure == "all" else [name.strip() for name in arguments.figure.split(",")]
-    unknown = [name for name in names if name not in FIGURES]
-    if unknown:
-        raise ConfigError(f"--figure: expected names of {', '.join(FIGURES)}, found {', '.join(unknown)}")
+    chosen = ",".join(FIGURES) if arguments.figure == "all" else arguments.figure
+    names = command_line.names("--figure", chosen, FIGURES)
     arguments.out.mkdir(parents=True, exist_ok=True)
     verdicts = ["| figure | verdict |", "|---|---|"]
     for name in names:

@@ -11,8 +11,8 @@ import pytest
 from medusa_adapters.bench.coldstart.contestants import Question
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from benchmarks.coldstart.__main__ import listed
 from benchmarks.coldstart.others import Script
+from benchmarks.command_line import names
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pydoc-lm"
@@ -48,7 +48,7 @@ def test_steady_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--vs", "tgi"), "expected transformers"),
+        (("--vs", "tgi"), "expected names of transformers"),
         (("--rows", "torch,tgi"), "vllm-best-baseline"),
         (("--origin", "ftp"), "local, http, s3"),
         (("--rows", "vllm-cold", "--vllm-python", "/nowhere/python"), "/nowhere/python has no vllm"),
@@ -73,7 +73,7 @@ def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
 
 
 def test_lists_are_checked() -> None:
-    assert listed("--vs", "a,b", ("a", "b")) == ["a", "b"]
-    assert listed("--vs", "", ("transformers",)) == []
-    with pytest.raises(ConfigError, match="'x'"):
-        listed("--vs", "x", ("transformers",))
+    assert names("--vs", "a,b", ("a", "b")) == ("a", "b")
+    assert names("--vs", "", ("transformers",)) == ()
+    with pytest.raises(ConfigError, match="found x"):
+        names("--vs", "x", ("transformers",))
