@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.base import redacted
 
-from .sink import NoteId, whole_lines
+from .lines import NoteId, whole_lines
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from medusa_runtime.bounded_json import TooManyValuesError, parse_json
-from medusa_runtime.errors import json_excerpt, json_kind
+from medusa_runtime.errors import ConfigError, json_excerpt, json_kind
 
 _MOST_VALUES = 1_000_000
 _FIELDS = ("custom_id", "method", "url", "body")
 _PATH = re.compile(r"/[!-\"$->@-~]+")  # without a query
 _LONGEST_ID = 512
+NoteId = Callable[[str], bool]  # takes the key of a result, and returns whether it is new
 INVALID = "invalid_request"  # the code of a line that is no request
 
 
@@ -141,3 +143,41 @@ def _compact(value: Any) -> bytes:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, which JSON does not have")
+
+
+def note_ids(file: Any, name: str, note: NoteId) -> int:
+    """Call ``note`` with the keys of a file's results, and return the size of its whole lines. Raises ConfigError."""
+    whole = 0
+    for _, stop, key in whole_lines(file, name):
+        whole = stop
+        if key is not None:
+            note(key)
+    return whole
+
+
+def whole_lines(file: Any, name: str) -> Iterator[tuple[int, int, str | None]]:
+    """Yield where each whole line of a file of results begins and ends, and its key, or None for an empty line.
+
+    Raises ConfigError if a line is no result, nor the beginning of one.
+    """
+    start = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            if may_become_result(line):
+                return
+            raise _no_results(name, number)
+        try:
+            key = key_of(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            raise _no_results(name, number) from None
+        yield start, start + len(line), key
+        start += len(line)
+
+
+def _no_results(name: str, number: int) -> ConfigError:
+    text = f"expected results of a batch, found something else in line {number}; choose another file"
+    return ConfigError(f"{name}: {text}")
+
+
+def there_are_results(name: str) -> ConfigError:
+    return ConfigError(f"{name}: there are results already; --resume goes on behind them, or choose another file")

@@ -7,17 +7,14 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from medusa_runtime.errors import ConfigError, StorageError
 from medusa_runtime.storage.base import scheme_of
 
-from .lines import key_of, may_become_result
-
-NoteId = Callable[[str], bool]  # returns whether the key is new
+from .lines import NoteId, note_ids, there_are_results
 
 
 class Sink(Protocol):
@@ -100,41 +97,3 @@ def _lock_file(fd: int, path: Path) -> None:
     except OSError as error:  # of another kind: a file system without locks
         if error.errno == errno.EWOULDBLOCK:
             raise ConfigError(f"{path}: another medusa batch writes to it; wait for its end, or stop it") from None
-
-
-def note_ids(file: Any, name: str, note: NoteId) -> int:
-    """Call ``note`` with the keys of a file's results, and return the size of its whole lines. Raises ConfigError."""
-    whole = 0
-    for _, stop, key in whole_lines(file, name):
-        whole = stop
-        if key is not None:
-            note(key)
-    return whole
-
-
-def whole_lines(file: Any, name: str) -> Iterator[tuple[int, int, str | None]]:
-    """Yield where each whole line of a file of results begins and ends, and its key, or None for an empty line.
-
-    Raises ConfigError if a line is no result, nor the beginning of one.
-    """
-    start = 0
-    for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            if may_become_result(line):
-                return
-            raise _no_results(name, number)
-        try:
-            key = key_of(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            raise _no_results(name, number) from None
-        yield start, start + len(line), key
-        start += len(line)
-
-
-def _no_results(name: str, number: int) -> ConfigError:
-    text = f"expected results of a batch, found something else in line {number}; choose another file"
-    return ConfigError(f"{name}: {text}")
-
-
-def there_are_results(name: str) -> ConfigError:
-    return ConfigError(f"{name}: there are results already; --resume goes on behind them, or choose another file")

@@ -24,7 +24,7 @@ from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError,
 from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
 
 from .leftovers import Leftovers, Range, new_suffix, pieces
-from .sink import NoteId, note_ids, there_are_results
+from .lines import NoteId, note_ids, there_are_results
 
 logger = logging.getLogger(__name__)
 
