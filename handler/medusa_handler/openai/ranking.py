@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..service import Service
 
 _MOST_DOCUMENTS = 2048
+# The most characters of all pairs together, in which a query counts for each of its documents: as many as texts have
+# that fill the model's context, by the rule for single texts (engine/serving/tokenizer.py), or so many if that is more.
+_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 24, 8
 # The names that vLLM has for the two sides of /score.
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -103,8 +106,13 @@ def _fits(
     service: Service, body: Body, queries: list[str], documents: list[str], is_disconnected: Callable[[], bool]
 ) -> tuple[list[float], dict[str, int]]:
     """Return how well each document fits its query, or the only one, and the answer's ``usage``."""
-    classifies = service.model.wait_info(is_disconnected).architecture == "classifier"
+    info = service.model.wait_info(is_disconnected)
+    classifies = info.architecture == "classifier"
     all_queries = queries * (len(documents) // len(queries))
+    most = max(_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len * len(documents))
+    if classifies and (count := sum(map(len, (*all_queries, *documents)))) > most:
+        expected = f"at most {most} characters, counting a query for each of its documents"
+        raise invalid("documents", expected, count)
     asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
     found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
     vectors = [floats(vector.data) for vector in found]

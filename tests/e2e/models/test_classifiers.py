@@ -116,6 +116,11 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     assert scored["usage"] == ranked["usage"]
     assert post("/score", {"queries": ["the cat", "the cat"], "documents": TEXTS})[1]["data"] == scored["data"]
     assert post("/", {"text_1": "the cat", "text_2": TEXTS})[1]["data"] == scored["data"]
+    # A query of 300 kB for 2048 documents once took a minute of the engine's time, for a few tokens of each.
+    long = {"query": "the " * 75_000, "documents": ["a"] * 2048, "truncate_prompt_tokens": -1}
+    status, refused = post("/rerank", long)
+    assert (status, "at most 16777216 characters, counting a query for each" in str(refused)) == (400, True), refused
+    assert post("/rerank", long | {"documents": ["a"]})[0] == 200
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
     assert {"/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
     assert not {"/v1/completions", "/v1/embeddings"} & set(described)
