@@ -11,9 +11,9 @@ from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, file_name
 from medusa_vllm import COMPILE_CACHE
 
-from .test_restore import LARGE, Published, check, fill, left_out, patient, published, region, used
+from .test_restore import LARGE, Published, check, fill, left_out, patient, published, used
 
-__all__ = ["patient", "published", "region"]  # fixtures
+__all__ = ["patient", "published"]  # fixtures
 
 
 def test_code_of_a_place_that_nobody_named_is_left_out_alone_and_not_even_fetched(
