@@ -171,6 +171,10 @@ class Region:
         """
         if name in self._attached:
             return self._attached[name]
+        found = self._view_file(name, timeout_s)
+        return None if found is None else bytes(found)
+
+    def _view_file(self, name: str, timeout_s: float | None) -> memoryview | None:
         self.wait_index(timeout_s)
         assert self._memory is not None
         place = self._files.get(name)
@@ -184,7 +188,7 @@ class Region:
                 waiter.pause()
             if self._memory[place[2]] == LateFileState.WITHHELD:
                 return None
-        return bytes(self._memory[place[0] : place[0] + place[1]])
+        return self._memory[place[0] : place[0] + place[1]].toreadonly()
 
     def file_names(self) -> tuple[str, ...]:
         """Return the names of the files in the region, including late files."""
@@ -199,6 +203,12 @@ class Region:
         if name in self._attached or not self.from_agent:
             return self.file(name, timeout_s)
         return None
+
+    def view_code(self, name: str, timeout_s: float | None = None) -> memoryview | None:
+        """Return a view of such a file, which is not copied. The region stays mapped as long as there is one."""
+        if name in self._attached:
+            return memoryview(self._attached[name])
+        return None if self.from_agent else self._view_file(name, timeout_s)
 
     def has_code(self, name: str) -> bool:
         """Return, without waiting for the file, whether ``code`` finds it or may find it later."""

@@ -225,7 +225,7 @@ class VllmGraphState:
         tried out alone instead, and one that differs rejects no other. Raises DeviceError if the context is broken.
         """
         self._validate, self._attempts = validate, attempts
-        blueprints = decode_blueprints(data) if isinstance(data, bytes) else data
+        blueprints = data if isinstance(data, Blueprints) else decode_blueprints(data)
         with ExitStack() as held:  # without graphs, vLLM captures, which needs as much memory
             if finder is not None:
                 held.callback(finder.close)

@@ -32,11 +32,11 @@ class Bundle:
 
     from_agent = False
 
-    def code(self, name: str, timeout_s: float | None = None) -> bytes:
+    def view_code(self, name: str, timeout_s: float | None = None) -> memoryview:
         from medusa_runtime.state.graphs import Blueprints
         from medusa_runtime.state.graphs.blob_format import encode_blueprints
 
-        return encode_blueprints(Blueprints())
+        return memoryview(encode_blueprints(Blueprints()))
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from typing import Any
 
@@ -52,6 +53,12 @@ def test_signed_code_is_used_from_anywhere_by_whoever_names_the_key(
     assert region.code(file_name("compile-cache"), timeout_s=60) == (LARGE if good else None)
     assert ("compile-cache" in used(stages)) is good
     assert ("compile-cache" in left_out(stages)) is not good
+    view = region.view_code(file_name("compile-cache"))
+    assert (view is not None) is good
+    if view is not None:
+        assert isinstance(view.obj, mmap.mmap), "it is not copied"
+        region.close()
+        assert view == LARGE
 
 
 def test_a_signed_manifest_does_not_cover_other_blobs(published: Published, region: Region) -> None:

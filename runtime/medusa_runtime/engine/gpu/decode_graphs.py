@@ -52,7 +52,7 @@ class Capturer(Protocol):
 class Restorer(Protocol):
     """Restores a state bundle's graphs, in the engine's thread."""
 
-    def begin(self, data: bytes) -> Sequence[int]:
+    def begin(self, data: bytes | memoryview) -> Sequence[int]:
         """Map the graphs' memory, and return the sizes that the bundle has. Raises StateError for a damaged bundle."""
 
     def build(self, sizes: Sequence[int]) -> None:

@@ -84,27 +84,24 @@ class BundledGraphs:
         # With a region of the node agent's, this may be the agent's process with another user's settings. It opens no
         # path that they name.
         self._quarantine = Quarantine(Settings() if region.from_agent else settings, os.environ)
-        self._arrived: bytes | None = None  # copied out of the region once: it may have 40 MB
         self._digest = ""
 
     def has_arrived(self) -> bool:
         """Return whether the blob has arrived, so that ``read`` does not wait."""
         try:
-            self._arrived = self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
+            self._region.view_code(file_name(CUDA_GRAPHS.name), 0.0)
         except TimeoutError:
             return False
         return True
 
-    def read(self) -> bytes | None:
-        """Wait for the blob, and return it; None if it could not be fetched.
+    def read(self) -> memoryview | None:
+        """Wait for the blob, and return it where it lies in the region; None if it could not be fetched.
 
         Raises StateError if these graphs have broken a CUDA context before, or if it contains something else.
         """
         from ...state.graphs.blob_format import digest_of
 
-        data, self._arrived = self._arrived, None
-        if data is None:
-            data = self._region.code(file_name(CUDA_GRAPHS.name))
+        data = self._region.view_code(file_name(CUDA_GRAPHS.name))
         if data is None:
             return None
         self._digest = digest_of(data)

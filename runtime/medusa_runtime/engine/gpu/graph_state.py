@@ -68,12 +68,12 @@ class GraphState:
         """
         return self.restore_sizes(self.begin(data), validate=validate)
 
-    def begin(self, data: Blueprints | bytes) -> tuple[int, ...]:
+    def begin(self, data: Blueprints | bytes | memoryview) -> tuple[int, ...]:
         """Map the graphs' memory, begin to load kernel images, and return the sizes that the bundle has graphs for.
 
         The reasons why it has none for other sizes, or why none fits here, are logged once.
         """
-        blueprints = self._without_pinned(decode_blueprints(data) if isinstance(data, bytes) else data)
+        blueprints = self._without_pinned(data if isinstance(data, Blueprints) else decode_blueprints(data))
         self._stream = stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         restorer = GraphRestorer(
             self._driver,

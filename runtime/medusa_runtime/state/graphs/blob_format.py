@@ -102,19 +102,20 @@ def save_blueprints(blueprints: Blueprints, path: Path) -> None:
     part.replace(path)
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | memoryview) -> str:
     """Return the digest that identifies graphs, from the first ``IDENTITY_BYTES`` of their file. ``decode`` checks it.
 
     It depends on every byte of the file, because the header has the images' digests. Raises StateError if the file
     contains something else.
     """
-    if not data.startswith(_MAGIC) or len(data) < IDENTITY_BYTES:
-        raise StateError(f"expected materialized CUDA graphs, found {data[: len(_MAGIC)]!r}; materialize again")
-    return data[len(_MAGIC) : IDENTITY_BYTES].hex()
+    first = bytes(data[:IDENTITY_BYTES])
+    if not first.startswith(_MAGIC) or len(first) < IDENTITY_BYTES:
+        raise StateError(f"expected materialized CUDA graphs, found {first[: len(_MAGIC)]!r}; materialize again")
+    return first[len(_MAGIC) :].hex()
 
 
-def decode_blueprints(data: bytes) -> Blueprints:
-    """Read what ``encode_blueprints`` wrote. Kernel images are checked later, when they are read.
+def decode_blueprints(data: bytes | memoryview) -> Blueprints:
+    """Read what ``encode_blueprints`` wrote. Kernel images stay where they are, and are checked when they are read.
 
     Raises StateError if the bytes are damaged, cut or of another version, or if they cannot be checked because the
     compiled library is missing.

@@ -98,7 +98,7 @@ class GraphRestorer:
     def __init__(
         self,
         driver: CudaDriver,
-        blueprints: Blueprints | bytes,
+        blueprints: Blueprints | bytes | memoryview,
         *,
         stream: int,
         fingerprint: Mapping[str, str],
@@ -116,7 +116,7 @@ class GraphRestorer:
         self._filled = False  # whether permanent contents are in place
         self._builder: GraphBuilder | None = None
         try:
-            self._blueprints = decode_blueprints(blueprints) if isinstance(blueprints, bytes) else blueprints
+            self._blueprints = blueprints if isinstance(blueprints, Blueprints) else decode_blueprints(blueprints)
             check_fingerprint(self._blueprints.fingerprint, fingerprint)
             self._builder = GraphBuilder(driver, self._blueprints)
         except NotCompiledError as error:
