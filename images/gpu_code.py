@@ -1,9 +1,9 @@
-"""Leave the machine code of other GPUs out of CUDA libraries: ``gpu_code.py IN.whl OUT.whl --gpu 9.0``.
+"""Leave the machine code of other GPUs out of CUDA libraries.
 
 A library has a container ("fatbin") for each source file of kernels, and each container has an image for each
 architecture: machine code (a cubin), or PTX, which the driver compiles. The driver takes one of them for its GPU. Here,
 each container keeps only what a driver may take for the named GPUs, at its front, and zeros follow up to its old end.
-So no address in the library changes. Zeros are next to nothing in a compressed layer or wheel, and are never read.
+So no address in the library changes. Zeros are next to nothing in a compressed layer or archive, and are never read.
 
 The idea is from Zhang et al., "The Hidden Bloat in Machine Learning Systems" (MLSys 2025), which overwrites images and
 keeps their headers. Here, the driver finds a container as if it had been compiled for these GPUs only.
@@ -12,19 +12,12 @@ keeps their headers. Here, the driver finds a container as if it had been compil
 from __future__ import annotations
 
 import argparse
-import base64
-import csv
-import hashlib
-import io
 import mmap
 import re
 import shutil
 import struct
 import sys
-import tempfile
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -215,53 +208,6 @@ def slim_all(libraries: Iterable[tuple[str, Path]], gpus: Sequence[int]) -> None
             sys.exit(f"--gpu {name_of(gpu)}: expected machine code for it in some library, found {there}")
 
 
-def slim_wheel(
-    wheel: Path, target: Path, gpus: Sequence[int], *, without: Sequence[str] = (), stored: bool = False
-) -> None:
-    """Write a wheel whose libraries have no code for other GPUs, and which lacks the files that match a glob.
-
-    ``stored`` leaves its files uncompressed.
-    """
-    with zipfile.ZipFile(wheel) as source, tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        infos = [info for info in source.infolist() if not any(fnmatch(info.filename, glob) for glob in without)]
-        for glob in without:
-            if not any(fnmatch(name, glob) for name in source.namelist()):
-                sys.exit(f"--without {glob}: expected a file of {wheel.name} to match, found none")
-        libraries = {}
-        for number, info in enumerate(infos):
-            if info.filename.endswith(".so"):
-                libraries[info.filename] = Path(folder, str(number))
-                with source.open(info) as packed, libraries[info.filename].open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked)
-        slim_all(libraries.items(), gpus)
-        new = Path(folder, "wheel")
-        with zipfile.ZipFile(new, "w", zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED) as out:
-            _fill(out, source, infos, libraries)
-        new.replace(target)
-
-
-def _fill(
-    out: zipfile.ZipFile, source: zipfile.ZipFile, infos: Iterable[zipfile.ZipInfo], libraries: dict[str, Path]
-) -> None:
-    """Copy the files, and write RECORD with their digests (PyPA specification "Recording installed projects")."""
-    record = io.StringIO()
-    lines = csv.writer(record, lineterminator="\n")
-    for info in sorted(infos, key=lambda each: each.filename.endswith(".dist-info/RECORD")):
-        new = zipfile.ZipInfo(info.filename, info.date_time)
-        new.external_attr, new.compress_type = info.external_attr, out.compression
-        if info.filename.endswith(".dist-info/RECORD"):
-            lines.writerow((info.filename, "", ""))
-            out.writestr(new, record.getvalue())
-            return
-        library = libraries.get(info.filename)
-        content = library.read_bytes() if library is not None else source.read(info)
-        out.writestr(new, content)
-        if not info.is_dir():
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            lines.writerow((info.filename, f"sha256={digest}", len(content)))
-    sys.exit(f"{source.filename} is no wheel: expected a file *.dist-info/RECORD in it, found none")
-
-
 def parse_gpus(text: str) -> list[int]:
     """Return [80, 90] for "8.0,9.0"."""
     for each in text.split(","):
@@ -273,18 +219,3 @@ def parse_gpus(text: str) -> list[int]:
 def name_of(arch: int) -> str:
     """Return "9.0" for 90."""
     return f"{arch // 10}.{arch % 10}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a wheel whose libraries have no code for other GPUs.")
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--gpu", type=parse_gpus, required=True, help="compute capabilities, such as 9.0 or 8.0,9.0")
-    parser.add_argument("--without", action="append", default=[], metavar="GLOB", help="leave these files out")
-    parser.add_argument("--stored", action="store_true", help="do not compress, for xz to do it")
-    arguments = parser.parse_args()
-    slim_wheel(arguments.wheel, arguments.target, arguments.gpu, without=arguments.without, stored=arguments.stored)
-
-
-if __name__ == "__main__":
-    main()

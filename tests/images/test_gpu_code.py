@@ -7,16 +7,12 @@ then ``fatbinary -64 --compress-all --create=nothing.fatbin --image3=kind=elf,sm
 
 from __future__ import annotations
 
-import base64
-import csv
 import ctypes
-import hashlib
 import os
 import runpy
 import struct
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,64 +205,6 @@ def test_a_gpu_without_any_machine_code_is_one_error(gpu_code: dict[str, Any], b
     found = r"found 7\.5, 8\.0, 8\.6, 9\.0, 10\.0, 12\.0"
     with pytest.raises(SystemExit, match=rf"--gpu {name}: expected machine code for it in some library, {found}"):
         gpu_code["slim_all"]([("library", build("library.so", ALL))], gpus)
-
-
-def make_wheel(folder: Path, library: Path) -> Path:
-    wheel = folder / "some-1.0-cp38-abi3-linux_x86_64.whl"
-    with zipfile.ZipFile(wheel, "w") as out:
-        out.writestr("some/__init__.py", "x = 1\n")
-        out.write(library, "some/_C.abi3.so")
-        out.write(library, "some/other/_C.abi3.so")
-        out.writestr("some-1.0.dist-info/METADATA", "Name: some\nVersion: 1.0\n")
-        out.writestr("some-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
-        out.writestr("some-1.0.dist-info/RECORD", "some/__init__.py,sha256=old,6\n")
-    return wheel
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_wheel_is_whole_and_installs(build: Build, tmp_path: Path, stored: bool) -> None:
-    library = build("library.so", ALL)
-    library.chmod(0o755)
-    wheel, target = make_wheel(tmp_path, library), tmp_path / "out" / "some-1.0-1sm90-cp38-abi3-linux_x86_64.whl"
-    target.parent.mkdir()
-    flags = ["--gpu", "9.0", "--without", "some/other/*", *(["--stored"] if stored else [])]
-    subprocess.run([sys.executable, IMAGES / "gpu_code.py", wheel, target, *flags], check=True, timeout=240)
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
-    with zipfile.ZipFile(target) as made:
-        assert made.testzip() is None
-        content = {name: made.read(name) for name in made.namelist()}
-        assert {info.compress_type for info in made.infolist()} == {zipfile.ZIP_STORED if stored else 8}
-        assert made.getinfo("some/_C.abi3.so").external_attr >> 16 & 0o777 == 0o755
-    rows = list(csv.reader(content["some-1.0.dist-info/RECORD"].decode().splitlines()))
-    assert rows.pop() == ["some-1.0.dist-info/RECORD", "", ""]
-    assert [row[0] for row in rows] == [name for name in content if not name.endswith("RECORD")]
-    assert "some/other/_C.abi3.so" not in content
-    for name, digest, size_bytes in rows:
-        sha256 = base64.urlsafe_b64encode(hashlib.sha256(content[name]).digest()).decode().rstrip("=")
-        assert (digest, int(size_bytes)) == (f"sha256={sha256}", len(content[name]))
-    kept = size("9.0, 9.0a")
-    assert struct.pack("<IHHQ", 0xBA55ED50, 1, 16, kept) in content["some/_C.abi3.so"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (("--gpu", "90"), "expected compute capabilities such as 9.0 or 8.0,9.0, found '90'"),
-        (("--gpu", "9.0", "--without", "*_fa2*"), "--without *_fa2*: expected a file of"),
-        (("--gpu", "5.0"), "--gpu 5.0: expected machine code for it in some library"),
-    ],
-)
-def test_a_wheel_that_cannot_be_made_leaves_nothing(
-    build: Build, tmp_path: Path, flags: tuple[str, ...], error: str
-) -> None:
-    wheel, out = make_wheel(tmp_path, build("library.so", ALL)), tmp_path / "out"
-    out.mkdir()
-    command = [sys.executable, IMAGES / "gpu_code.py", wheel, out / "some.whl", *flags]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert ran.returncode
-    assert error in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert not list(out.iterdir())
 
 
 @pytest.fixture
