@@ -1,14 +1,14 @@
-"""The whole check of a GPU, in six runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
+"""The whole check of a GPU, in seven runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
 
-The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it is in ``DIR`` already. Then:
-
-    1  what the machine has; transfer limits; the loader's rate; the GPU tests
+    1  the probe (``benchmarks.gpu.probe``); what the machine has; transfer limits; the loader's rate; the GPU tests
     2  Llama-3-8B's shape: materialize, capture, restore in a new process, same bits?, decode speed
     3  the same for Qwen2.5-0.5B's, OPT-1.3B's and (if minutes allow) Falcon-7B's
     4  the loading phase by three strategies, three times each
     5  vLLM, if it is installed: our worker and graphs beside its own; eager and compiled, Qwen2.5-0.5B's shape first
     6  a group of two workers that share the GPU, beside a single engine: the same tokens?
+    7  ``medusa serve``: from the command to an answer, on a GPU that is nearly full, and after a crash
 
+Without ``--run``, all of them are done, those first that nothing else shows. ``--minutes`` limits all of it together.
 Every part is a process of its own with a timeout, and its result is written at once: what fails or hangs costs its own
 minutes and nothing else. Each run leaves one tar in ``DIR``, of at most 64 MB. ``--dry-run`` runs all of it here, on
 tiny shapes, with host memory in place of a GPU.
@@ -19,17 +19,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu.kit import unpack
 from benchmarks.gpu.probe import ROOT, ROOTS, SECONDS, ended, environ, pack
 from benchmarks.gpu.summary import lines
 from benchmarks.gpu.vllm_check.lines import INSTALL
@@ -40,6 +43,7 @@ SHAPES = {
     4: ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"),
     5: ("qwen2.5-0.5b", "llama-3-8b"),
     6: ("qwen2.5-0.5b", "llama-3-8b"),
+    7: ("qwen2.5-0.5b",),
 }
 DRY_SHAPES = {
     2: ("tiny-llama",),
@@ -47,11 +51,15 @@ DRY_SHAPES = {
     4: ("tiny-llama",),
     5: ("tiny-qwen3",),  # vLLM's attention on a CPU needs heads of 32 or more
     6: ("tiny-llama",),
+    7: ("tiny-qwen3",),
 }
-MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0, 5: 10.0, 6: 1.5}  # 1 to 4 within the half hour of a lent GPU
-_ALL = tuple(MINUTES)
+MINUTES = {5: 10.0, 2: 4.0, 7: 4.0, 1: 9.0, 3: 6.0, 4: 8.0, 6: 1.5}
+_ALL = tuple(MINUTES)  # in the order in which they are done
+_PACKING_S = 15.0  # of the minutes, for the end of what still runs, and for the tar
+_VLLM_PART = "benchmarks.gpu.vllm_check.part"
 _STAND_IN = str(ROOT / "benchmarks/gpu/vllm_check/stand_in")
 _AHEAD_S = 300.0
+_TESTS_S = 420.0
 _REPEATS = 3
 _STRATEGIES = ("capture", "async", "medusa")
 _WITHOUT = {
@@ -81,6 +89,9 @@ class Check:
     def __init__(self, out: Path, work: Path, *, dry_run: bool, budget_s: float) -> None:
         self._out = out
         self._work = work
+        self._keeping = threading.Lock()
+        for folder in (out, work):
+            folder.mkdir(parents=True, exist_ok=True)
         self.dry_run = dry_run
         self._end = time.monotonic() + budget_s
         self._file = out / "results.json"
@@ -94,7 +105,8 @@ class Check:
         if left < 5:
             self.keep(part.key, {"failed": "the minutes were used up"})
             return
-        result, log = self._work / "part.json", self._out / f"{part.key.replace(' ', '-')}.log"
+        name = part.key.replace(" ", "-")
+        result, log = self._work / f"{name}.result.json", self._out / f"{name}.log"
         result.unlink(missing_ok=True)
         command = self.command(part, result)
         began = time.monotonic()
@@ -126,8 +138,9 @@ class Check:
         return self._end - time.monotonic()
 
     def keep(self, key: str, found: dict[str, Any]) -> None:
-        self.results[key] = found
-        self._file.write_text(json.dumps(self.results, indent=1))
+        with self._keeping:
+            self.results[key] = found
+            self._file.write_text(json.dumps(self.results, indent=1))
 
     def checkpoint(self, shape: str) -> Path | None:
         """A folder with random weights of this shape, made once; None where it could not be made in time."""
@@ -193,11 +206,15 @@ def shapes_of(numbers: Sequence[int], only: Sequence[str] = (), *, dry_run: bool
     return [shape for shape in needed if not only or shape in only]
 
 
-def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
-    """Made one by one: a checkpoint is written when its first part is due."""
+def lanes(number: int, check: Check, shapes: Sequence[str]) -> list[Iterator[Part]]:
+    """Return the parts of a run, those of two lanes to be run side by side. More at a time would slow each other."""
     if number == 5:
-        yield from vllm_parts(check, shapes)
-        return
+        return [vllm_parts(check, shapes, key, how) for key, how in vllm_variants(check)]
+    return [parts(number, check, shapes)]
+
+
+def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
+    """Yield the parts of a run that has one lane. A checkpoint is written when its first part is due."""
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
@@ -209,6 +226,9 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
             continue
         if number == 6:
             yield group_part(shape, model, pair=shape == shapes[0])  # once is enough, and minutes are few
+            continue
+        if number == 7:
+            yield from serving_parts(shape, model)
             continue
         bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
@@ -228,33 +248,59 @@ def group_part(shape: str, model: Path, *, pair: bool) -> Part:
     return Part(f"{shape} groups", "groups", arguments, 60, module="benchmarks.gpu.groups")
 
 
-def vllm_parts(check: Check, shapes: Sequence[str]) -> Iterator[Part]:
-    """The parts with vLLM, for each shape eager and then compiled; none if vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
+def has_vllm() -> bool:
+    """Return whether vLLM is installed: a folder of that name is no package."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+def serving_parts(shape: str, model: Path) -> Iterator[Part]:
+    """Yield the parts of run 7: those with vLLM only if it is installed, with run 5's bundle if it is there."""
+    vllm = has_vllm()
+    part = partial(Part, module="benchmarks.gpu.serving", paths=(_STAND_IN,))
+    for engine, bundle in (("torch", f"{model}.torch"), *([("vllm", f"{model}.vllm")] if vllm else [])):
+        yield part(
+            f"{shape} served {engine}", "served", ("--model", str(model), "--engine", engine, "--bundle", bundle), 240
+        )
+    for engine in ("torch", *(["vllm"] if vllm else [])):
+        yield part(f"{shape} full {engine}", "full", ("--model", str(model), "--engine", engine), 240)
+    yield part(f"{shape} released torch", "released", ("--model", str(model)), 120)
+
+
+def vllm_variants(check: Check) -> list[tuple[str, str]]:
+    """Return the keys of the kinds of start that can be measured with vLLM, each with its ``--compile``."""
+    if not has_vllm():
         check.keep("vllm", {"absent": INSTALL})
-        return
-    part = partial(Part, module="benchmarks.gpu.vllm_check.part", paths=(_STAND_IN,))
-    yield part("vllm", "imports", timeout_s=120)
-    here = check.results.get("vllm", {})
+        return []
+    check.run(Part("vllm", "imports", timeout_s=120, module=_VLLM_PART, paths=(_STAND_IN,)))
+    here = check.results["vllm"]
     if "failed" in here:
-        return
+        return []
     # A dry run does not compile: Inductor's code for CPUs says nothing about a GPU, and takes minutes.
     eager_only = check.dry_run or here.get("compiled_needs")
+    return [("vllm", "never"), *([] if eager_only else [("vllm compiled", "always")])]
+
+
+def vllm_parts(check: Check, shapes: Sequence[str], key: str, how: str) -> Iterator[Part]:
+    """Yield the parts with vLLM for one kind of start. What other starts take from the bundle comes before them."""
+    part = partial(Part, module=_VLLM_PART, paths=(_STAND_IN,))
     for shape in shapes:
         if (model := check.checkpoint(shape)) is None:
             continue
-        for key, how in (("vllm", "never"), *([] if eager_only else [("vllm compiled", "always")])):
-            bundle = Path(f"{model}.{key.replace(' ', '-')}")
-            options = ("--model", str(model), "--bundle", str(bundle), "--compile", how)
-            yield part(f"{shape} {key} captured", "captured", options, 180)
-            yield part(f"{shape} {key} bundle", "materialize", options, 360, makes=Path(f"{bundle}.graphs"))
-            yield part(f"{shape} {key} restored", "restored", options, 150)
-            yield part(f"{shape} {key} stock", "stock", options, 180)
+        bundle = Path(f"{model}.{key.replace(' ', '-')}")
+        options = ("--model", str(model), "--bundle", str(bundle), "--compile", how)
+        by_command = ("--by-command",) if how == "never" else ()  # one bundle each way
+        caches = ("--caches", f"{bundle}.caches")
+        yield part(f"{shape} {key} bundle", "materialize", (*options, *by_command), 480, Path(f"{bundle}.graphs"))
+        yield part(f"{shape} {key} restored", "restored", options, 150)
+        yield part(f"{shape} {key} captured", "captured", options, 180)
+        yield part(f"{shape} {key} cold", "stock", (*options, *caches, "--empty-caches"), 240)
+        yield part(f"{shape} {key} stock", "stock", (*options, *caches), 180)
 
 
 def gpu_tests(check: Check, out: Path) -> None:
     """The tests marked gpu; their report is a part's result like any other."""
-    log, left = out / "gpu-tests.log", min(240.0, check.left_s)
+    log, left = out / "gpu-tests.log", min(_TESTS_S, check.left_s)
     if left < 5:
         check.keep("gpu tests", {"failed": "the minutes were used up"})
         return
@@ -275,13 +321,19 @@ def gpu_tests(check: Check, out: Path) -> None:
     print(f"          gpu tests: {end}", flush=True)
 
 
-def probe(check: Check, out: Path, *, dry_run: bool) -> None:
-    """Run the probe, unless its results are there. Whatever it finds, the runs go on."""
-    report = out / "probe/probe.json"
+def probe(check: Check, out: Path) -> None:
+    """Run the probe, unless its results are there. Whatever it finds, the run goes on."""
+    report, seconds = out / "probe/probe.json", min(SECONDS, check.left_s - 30)
     if not report.exists():
-        command = [sys.executable, "-m", "benchmarks.gpu.probe", "--out", str(out), *(["--dry-run"] if dry_run else [])]
+        if seconds < 5:
+            check.keep("probe", {"failed": "the minutes were used up"})
+            return
+        command = [sys.executable, "-m", "benchmarks.gpu.probe", "--out", str(out), "--seconds", str(seconds)]
         try:
-            subprocess.run(command, cwd=ROOT, env=environ(), timeout=SECONDS + 30, check=False)
+            subprocess.run(
+                [*command, *(["--dry-run"] if check.dry_run else [])],
+                cwd=ROOT, env=environ(), timeout=seconds + 30, check=False,
+            )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             check.keep("probe", {"failed": str(error)[:300]})
             return
@@ -298,30 +350,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
     )
-    parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
+    parser.add_argument("--kit", type=Path, help="an archive of benchmarks.gpu.kit, with packages that are not here")
+    parser.add_argument("--minutes", type=float, help=f"for all of it; later parts are left out (default: {MINUTES})")
     parser.add_argument("--shape", action="append", default=[], help="of the models; more than once; all of the run's")
     parser.add_argument("--part", action="append", default=[], help="of the runs, such as captured; more than once")
-    parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    options.work.mkdir(parents=True, exist_ok=True)
+    numbers = options.run or _ALL
+    check = Check(
+        options.out,
+        options.work,
+        dry_run=options.dry_run,
+        budget_s=(options.minutes or sum(MINUTES[number] for number in numbers)) * 60 - _PACKING_S,
+    )
+    if options.kit is not None:
+        unpack(options.kit, options.work / "kit")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(options.work / "kit"), os.environ.get("PYTHONPATH", "")])
+        sys.path.append(str(options.work / "kit"))
     for package, lost in _WITHOUT.items():
         if importlib.util.find_spec(package) is None:
             print(f"          there is no {package} here: {lost}", flush=True)
     sys.path += ROOTS
-    numbers = options.run or _ALL
     make_ahead(options.work, shapes_of(numbers, options.shape, dry_run=options.dry_run))
-    check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)
-    if not options.without_probe:
-        probe(check, options.out, dry_run=options.dry_run)
     for number in numbers:
-        budget_s = (options.minutes or MINUTES[number]) * 60
-        check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
         try:
-            for part in parts(number, check, shapes_of([number], options.shape, dry_run=options.dry_run)):
-                if not options.part or part.name in options.part:
-                    check.run(part)
+            if number == 1 and not options.part:
+                probe(check, options.out)
+            shapes = shapes_of([number], options.shape, dry_run=options.dry_run)
+            side_by_side(check, lanes(number, check, shapes), options.part)
             if number == 1 and not options.part and not options.dry_run:
                 gpu_tests(check, options.out)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the next run may still bring something back
@@ -331,6 +387,19 @@ def main(arguments: list[str] | None = None) -> int:
         process.kill()
     print("\n".join(lines(check.results)))
     return int(any("failed" in found for found in check.results.values()))
+
+
+def side_by_side(check: Check, every: Sequence[Iterator[Part]], only: Sequence[str]) -> None:
+    """Run the parts of each lane one after the other, and the lanes at the same time."""
+
+    def run_all(lane: Iterator[Part]) -> None:
+        for part in lane:
+            if not only or part.name in only:
+                check.run(part)
+
+    with ThreadPoolExecutor(max(len(every), 1)) as pool:
+        for done in [pool.submit(run_all, lane) for lane in every]:
+            done.result()
 
 
 def bring_back(check: Check, out: Path, number: int, work: Path) -> None:

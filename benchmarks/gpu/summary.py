@@ -32,6 +32,9 @@ _ROWS = {
     "context beside imports": "of the context",
     "host to device, of the limit": "loading: ",
     "a group of workers on one GPU": "two workers of a group",
+    "from the command to the first answer": "medusa serve, ",
+    "a nearly full GPU": "MB left: ",
+    "a crash after --host-weights release": "whose weights were released",
 }
 _SHAPE_ROWS = {
     "the offline phase": "materialized in",
@@ -59,6 +62,7 @@ def lines(results: Results) -> list[str]:
         found += _triggered(shape, results.get(f"{shape} captured", {}), results.get(f"{shape} triggered", {}))
         found += _phases(shape, results)
     found += _groups(results)
+    found += _serving(results)
     dry = found[:1] == [_DRY]
     for name, marker in _ROWS.items():
         if not any(marker in line for line in found):
@@ -124,6 +128,27 @@ def _groups(results: Results) -> list[str]:
                 f"{shape}: consolidated with a pause of {gather['pause_s'] * 1e3:.1f} ms for {gather['last_bytes']} "
                 "bytes"
             )
+    return found
+
+
+def _serving(results: Results) -> list[str]:
+    """Return the lines of run 7: the first answer, and the starts that had hardly any memory or lost their engine."""
+    found = []
+    for key, value in results.items():
+        shape, part, engine = [*key.split(" "), "", ""][:3]
+        if "failed" in value:
+            continue
+        if part == "served":
+            times = f"{value['first_answer_s']:.2f} s from the command, the next one {value['later_answer_s']:.2f} s"
+            found.append(judged(f"{shape}: medusa serve, {engine}: the first answer took {times}", value["same_text"]))
+        elif part == "full":
+            for left_mb, one in value["starts"].items():
+                said = "an answer" if one.get("status") == 200 else f"{one['said']}; last line: {one['last_line']}"
+                found.append(judged(f"{shape}: {engine} with {left_mb} MB left: {said}", one["clear"]))
+        elif part == "released":
+            said = "an answer" if value["after"].get("status") == 200 else value["after"]["last_line"]
+            text = f"{shape}: an engine whose weights were released was killed; after {value['after_s']:.1f} s: {said}"
+            found.append(judged(text, value["killed"] == 1 and value["after"]["clear"]))
     return found
 
 

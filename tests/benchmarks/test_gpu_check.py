@@ -27,7 +27,7 @@ def check(tmp_path: Path) -> Check:
 def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_REPEATS", 1)
     monkeypatch.setattr(run, "_STRATEGIES", ("capture", "medusa"))
-    arguments = ["--dry-run", "--without-probe", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    arguments = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     assert run.main([*arguments, "--run", "2", "--run", "4"]) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert list(results) == [
@@ -78,6 +78,32 @@ def test_what_no_minutes_are_left_for_is_named(tmp_path: Path) -> None:
     checking._end = 0.0
     checking.run(Part("environment", "environment"))
     assert checking.results["environment"] == {"failed": "the minutes were used up"}
+
+
+def test_two_lanes_run_side_by_side(tmp_path: Path) -> None:
+    checking = check(tmp_path)
+    wait = "touch {0}/{1}; until [ -e {0}/{2} ]; do sleep 0.02; done; echo '{{}}' > "
+    scripts = {"a": wait.format(tmp_path, "a", "b"), "b": wait.format(tmp_path, "b", "a")}
+    checking.command = lambda part, result: ["sh", "-c", f"{scripts[part.name]} '{result}'"]  # type: ignore[method-assign]
+    lanes = [iter([Part(name, name, timeout_s=60), Part(f"{name} again", name, timeout_s=60)]) for name in scripts]
+    run.side_by_side(checking, lanes, [])
+    assert sorted(checking.results) == ["a", "a again", "b", "b again"]
+    assert not any("failed" in found for found in checking.results.values())
+    assert json.loads((tmp_path / "out/results.json").read_text()) == checking.results
+
+
+def test_what_was_measured_until_the_minutes_were_over_is_packed(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "work"
+    Check(out, work, dry_run=True, budget_s=300).keep("tiny-llama captured", {"found": "before"})
+    options = ["--dry-run", "--run", "2", "--run", "6", "--minutes", "0.25", "--out", str(out), "--work", str(work)]
+    assert run.main(options) == 1
+    results = json.loads((out / "results.json").read_text())
+    assert results.pop("tiny-llama captured") == {"found": "before"}
+    assert results
+    assert all("failed" in found for found in results.values())
+    for number in (2, 6):
+        with tarfile.open(out / f"run-{number}.tar.gz") as tar:
+            assert {"results.json", "summary.txt"} <= set(tar.getnames())
 
 
 def results(**changes: Any) -> dict[str, Any]:

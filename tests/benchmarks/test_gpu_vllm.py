@@ -22,9 +22,8 @@ HERE = {"vllm": "0.32.0", "torch": "2.13.0", "platform": "CudaPlatform", "device
 
 
 def test_without_vllm_one_line_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "vllm" else find(name))
-    arguments = ["--dry-run", "--without-probe", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr(run, "has_vllm", lambda: False)
+    arguments = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     assert run.main([*arguments, "--run", "5"]) == 0
     lines = [line for line in (tmp_path / "out/summary.txt").read_text().splitlines() if "vLLM" in line]
     assert lines == [
@@ -36,45 +35,48 @@ def test_without_vllm_one_line_says_how_to_install_it(tmp_path: Path, monkeypatc
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """A check of a GPU where vLLM is installed, which makes no checkpoints."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
+    monkeypatch.setattr(run, "has_vllm", lambda: True)
     (tmp_path / "out").mkdir()
     made = Check(tmp_path / "out", tmp_path, dry_run=False, budget_s=300)
     monkeypatch.setattr(made, "checkpoint", lambda shape: tmp_path / shape)
     return made
 
 
-def ran(check: Check, here: dict[str, Any]) -> list[Part]:
-    found = []
-    for part in run.parts(5, check, ["small-0.5b", "large"]):
-        found.append(part)
-        if part.key == "vllm":
-            check.keep("vllm", here)
-    return found
+def lanes(check: Check, monkeypatch: pytest.MonkeyPatch, here: dict[str, Any]) -> list[list[Part]]:
+    """The lanes of run 5 where a first part has found this vLLM."""
+    monkeypatch.setattr(check, "run", lambda part: check.keep(part.key, here))
+    return [list(lane) for lane in run.lanes(5, check, ["small-0.5b", "large"])]
 
 
-def test_the_small_model_comes_first_eager_and_compiled(check: Check) -> None:
-    parts = ran(check, HERE)
-    steps = ["captured", "materialize", "restored", "stock"]
-    assert [part.name for part in parts] == ["imports", *steps * 4]
-    how = ["small-0.5b vllm", "small-0.5b vllm compiled", "large vllm", "large vllm compiled"]
-    assert [part.key for part in parts[1::4]] == [f"{key} captured" for key in how]
-    assert [part.arguments[-1] for part in parts[1::4]] == ["never", "always", "never", "always"]
-    assert len({part.key for part in parts}) == 17
-    assert len({part.arguments[3] for part in parts[1:]}) == 4, "two kinds of start share a bundle"
+def test_the_small_model_comes_first_eager_beside_compiled(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = lanes(check, monkeypatch, HERE)
+    steps = ["materialize", "restored", "captured", "stock", "stock"]
+    assert [[part.name for part in lane] for lane in found] == [steps * 2] * 2
+    keys = [[part.key for part in lane[::5]] for lane in found]
+    assert keys == [[f"{shape} {key} bundle" for shape in ("small-0.5b", "large")] for key in ("vllm", "vllm compiled")]
+    assert [{part.arguments[5] for part in lane} for lane in found] == [{"never"}, {"always"}]
+    assert ["--by-command" in lane[0].arguments for lane in found] == [True, False]
+    parts = [part for lane in found for part in lane]
+    assert len({part.key for part in parts}) == 20
+    assert len({part.arguments[3] for part in parts}) == 4, "two kinds of start share a bundle"
+    assert [part.key.split(" ")[-1] for part in parts if "--empty-caches" in part.arguments] == ["cold"] * 4
     assert {path.name for part in parts if (path := part.makes)} == {
         f"{shape}.{how}.graphs" for shape in ("small-0.5b", "large") for how in ("vllm", "vllm-compiled")
     }
     assert not summary.shapes({part.key: {} for part in parts}), "the torch engine's rows count these parts"
 
 
-def test_nothing_is_compiled_where_vllm_lacks_what_it_imports_for_that(check: Check) -> None:
-    parts = ran(check, {**HERE, "compiled_needs": ["openai"]})
-    assert {part.arguments[-1] for part in parts[1:]} == {"never"}
+def test_nothing_is_compiled_where_vllm_lacks_what_it_imports_for_that(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (eager,) = lanes(check, monkeypatch, {**HERE, "compiled_needs": ["openai"]})
+    assert {part.arguments[5] for part in eager} == {"never"}
     assert any("only eager models, as vLLM needs openai" in line for line in summary.lines(check.results))
 
 
-def test_a_vllm_that_cannot_be_imported_costs_one_part(check: Check) -> None:
-    assert [part.key for part in ran(check, {"failed": "status 1"})] == ["vllm"]
+def test_a_vllm_that_cannot_be_imported_costs_one_part(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not lanes(check, monkeypatch, {"failed": "status 1"})
+    assert list(check.results) == ["vllm"]
     assert "----  vLLM: not measured" in summary.lines(check.results)
 
 
@@ -94,6 +96,7 @@ def results(**changes: dict[str, Any]) -> dict[str, Any]:
         "m vllm bundle": {"kept": {"full": 35}, "refused_for": {}, "pinned": 0, "bytes": 1 << 20, "seconds": 60.0},
         "m vllm restored": {**restored, "graphs": {"full": 35, "piecewise": 0, "captured": 0}},
         "m vllm stock": {**captured, "loading_s": 6.0},
+        "m vllm cold": {**captured, "loading_s": 60.0},
     }
     return {name: {**found[name], **changes.get(name.rpartition(" ")[2], {})} for name in found}
 
@@ -108,6 +111,7 @@ def test_what_run_5_reaches_is_said() -> None:
     assert len(reached) == 7
     assert "ok    m: vLLM: 35 graphs restored in 0.30 s, 0 captured" in reached
     assert "ok    m: vLLM: loading phase 1.50 s against vLLM's own 6.00 s, 75.0% shorter" in reached
+    assert "m: vLLM: vLLM's own loading phase with empty caches 60.00 s" in summary.lines(results())
     missing = [line for line in judged(results(), "----") if "llama-3-8b" in line]
     assert len(missing) == 6
     assert "----  llama-3-8b: vLLM: tokens and logits of restored graphs: not measured" in missing

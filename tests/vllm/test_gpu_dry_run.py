@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 def test_a_dry_run_goes_through_all_parts_of_run_5(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["--dry-run", "--without-probe", "--run", "5", "--out", str(out), "--work", str(tmp_path / "work")]
+    arguments = ["--dry-run", "--run", "5", "--out", str(out), "--work", str(tmp_path / "work")]
     assert run.main(arguments) == 0
     results = json.loads((out / "results.json").read_text())
     assert list(results) == [
         "vllm",
-        *(f"tiny-qwen3 vllm {part}" for part in ("captured", "bundle", "restored", "stock")),
+        *(f"tiny-qwen3 vllm {part}" for part in ("bundle", "restored", "captured", "cold", "stock")),
     ]
     ours, stock = results["tiny-qwen3 vllm captured"], results["tiny-qwen3 vllm stock"]
     assert list(ours["batches"]) == ["1", "2", "4", "8"]
@@ -57,6 +57,9 @@ materialization.counts = lambda data: {"graphs": data}
 model, folder = sys.argv[1:]
 settings = starts.settings_for(model, "never", dry_run=True)
 print(materialization.materialized(settings, Path(folder))["artifacts"])
+materialization.graphs_of(Path(folder)).unlink()
+materialization.materialize = lambda settings, folder: 1.0  # the command has left the same bundle
+print(materialization.materialized_by_command(settings, Path(folder))["graphs"])
 with starts.our_start(replace(settings, graphs="restore", state=folder)) as one:
     one.decode([[3, 4]], 1)
     time.sleep(1)  # idle
@@ -72,6 +75,7 @@ def test_a_start_that_restores_gets_the_graphs_of_the_bundle(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "b'some graphs'", done.stdout
     assert done.stdout.splitlines()[-2] == "[]", "vLLM's server is mounted beside what is measured"
+    assert done.stdout.splitlines()[1] == "b'some graphs'", "of the bundle's artifacts"
     assert "compile-cache" not in done.stdout, "an eager model needs no compiled code"
     assert (tmp_path / "small-0.5b.vllm.graphs").read_bytes() == b"some graphs"
     assert (tmp_path / "small-0.5b.vllm.second.dump.graphs").read_bytes() == b"a dump"

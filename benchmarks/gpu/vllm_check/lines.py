@@ -19,7 +19,7 @@ _ROWS = {
     "a restored step against a captured one": "restored steps take",
     "the loading phase against vLLM's own": "loading phase",
 }
-_PARTS = ("captured", "bundle", "restored", "stock")
+_PARTS = ("captured", "bundle", "restored", "stock", "cold")
 
 Results = Mapping[str, Any]
 
@@ -41,6 +41,8 @@ def vllm_lines(results: Results) -> list[str]:
             found += _same(said, "vLLM's own worker", parts["stock"], parts["captured"])
             found += _steps(said, parts["captured"], parts["restored"])
             found += _loading(said, parts["stock"], parts["restored"])
+            if "loading_s" in parts["cold"]:
+                found.append(f"{said}: vLLM's own loading phase with empty caches {parts['cold']['loading_s']:.2f} s")
     if not found:
         return ["----  vLLM: not measured"]
     dry = bool(here) and not here.get("device")

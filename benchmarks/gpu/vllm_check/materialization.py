@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.state.kinds import CUDA_GRAPHS
 from medusa_runtime.state.materialize import ArtifactResult, Materialization
+
+from benchmarks.gpu.serving import materialize
 
 _EVIDENCE = ("second.dump", "unchecked")  # of graph_capture: what its processes have passed on
 _folder: list[Path] = []  # the bundle's, for ``capture``, which is called with another one
@@ -39,6 +42,18 @@ def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
     if not blob.exists():
         raise RuntimeError(f"no graphs were materialized: {found['artifacts']}")
     return found | {"bytes": blob.stat().st_size} | counts(blob.read_bytes())
+
+
+def materialized_by_command(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Do the same as a user does, by the command line."""
+    seconds = materialize(settings, folder)
+    artifacts = {one["kind"]: one for one in json.loads((folder / "manifest.json").read_text())["artifacts"]}
+    if CUDA_GRAPHS.name not in artifacts:
+        raise RuntimeError(f"no graphs were materialized: {sorted(artifacts)}")
+    shutil.copy(folder / "blobs" / artifacts[CUDA_GRAPHS.name]["sha256"], graphs_of(folder))
+    data = graphs_of(folder).read_bytes()
+    sizes = {kind: [one["size"]] for kind, one in artifacts.items()}
+    return {"seconds": seconds, "artifacts": sizes, "bytes": len(data), **counts(data)}
 
 
 def graphs_of(folder: Path) -> Path:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
+from medusa_vllm.compiled.cache import cache_folders
 
 from benchmarks.gpu.part_process import part_parser, prepare
 from benchmarks.gpu.vllm_check.starts import Start, import_vllm, our_start, replaced, settings_for, stock_start
@@ -27,6 +30,9 @@ _FOR_COMPILED = ("openai", "openai_harmony", "fastapi", "partial_json_parser")
 def main(arguments: list[str] | None = None) -> int:
     parser = part_parser(__doc__, PARTS)
     parser.add_argument("--bundle", type=Path, help="the folder of a state bundle: written by materialize")
+    parser.add_argument("--by-command", action="store_true", help="materialize by the command line")
+    parser.add_argument("--caches", type=Path, default=Path("/tmp/medusa-vllm-caches"), help="of the part stock")
+    parser.add_argument("--empty-caches", action="store_true", help="as in a new container")
     parser.add_argument("--compile", default="never", choices=("never", "always"), help="as medusa serve's")
     parser.add_argument("--dry-run", action="store_true", help="vLLM on the CPU, and graphs on the tests' fake driver")
     options = parser.parse_args(arguments)
@@ -74,18 +80,18 @@ def imports(settings: Settings, options: Any) -> dict[str, Any]:
 
 
 def stock(settings: Settings, options: Any) -> dict[str, Any]:
+    """Start vLLM's own worker and loader, with all of its caches in one folder: empty ones, or a start's before."""
+    if options.empty_caches:
+        shutil.rmtree(options.caches, ignore_errors=True)
+    os.environ |= cache_folders(options.caches)
     with stock_start(settings) as start:
         return _measured(start, options)
 
 
 def captured(settings: Settings, options: Any) -> dict[str, Any]:
-    with our_start(replace(settings, graphs="capture")) as start:
-        return _measured(start, options)
-
-
-def bundled(settings: Settings, options: Any) -> dict[str, Any]:
     """Capture the graphs, with all else from the bundle: compiled code, and Triton's kernels."""
-    with our_start(replace(settings, graphs="capture", state=_bundle(options))) as start:
+    state = "none" if options.dry_run else _bundle(options)
+    with our_start(replace(settings, graphs="capture", state=state)) as start:
         return _measured(start, options)
 
 
@@ -109,9 +115,9 @@ def materialize(settings: Settings, options: Any) -> dict[str, Any]:
         from benchmarks.gpu.vllm_check.fake_graphs import materialized_on_fake
 
         return materialized_on_fake(options.bundle)
-    from benchmarks.gpu.vllm_check.materialization import materialized
+    from benchmarks.gpu.vllm_check.materialization import materialized, materialized_by_command
 
-    return materialized(settings, options.bundle)
+    return (materialized_by_command if options.by_command else materialized)(settings, options.bundle)
 
 
 def _measured(start: Start, options: Any) -> dict[str, Any]:
@@ -131,7 +137,6 @@ PARTS: dict[str, Callable[[Settings, Any], dict[str, Any]]] = {
     "imports": imports,
     "stock": stock,
     "captured": captured,
-    "bundled": bundled,
     "materialize": materialize,
     "restored": restored,
 }

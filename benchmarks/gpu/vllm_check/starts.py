@@ -27,18 +27,22 @@ SETTINGS = Settings(
     engine="vllm", max_concurrency=256, max_waiting=512, max_model_len=2048, max_batched_tokens=4096, state="none"
 )
 _LONGEST_S = 120.0  # of one batch
+SHARE = 0.4  # so that two starts share a GPU
 _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # vLLM would ask the network which address this machine has
     "VLLM_CPU_KVCACHE_SPACE": "1",  # of a dry run
 }
 
 
-def settings_for(model: str, compile_mode: str, *, dry_run: bool) -> Settings:
-    """Settings with a KV cache of fixed size. ``compile_mode`` is as ``--compile``."""
-    given = replace(SETTINGS, model=model, compile=compile_mode, vllm_args=flags() or None)
+def settings_for(model: str, compile_mode: str, *, dry_run: bool, share: float = SHARE) -> Settings:
+    """Settings with a KV cache of fixed size. ``compile_mode`` is as ``--compile``.
+
+    ``share`` of the GPU's memory has to be free: vLLM says so otherwise.
+    """
+    given = replace(SETTINGS, model=model, compile=compile_mode)
     if dry_run:
         return replace(given, max_concurrency=8, max_model_len=64, kv_cache_mb=4, threads=1, device="cpu")
-    return replace(given, kv_cache_mb=8192, device="cuda")
+    return replace(given, kv_cache_mb=8192, device="cuda", vllm_args=flags(share))
 
 
 def replaced() -> dict[str, str]:
@@ -47,9 +51,10 @@ def replaced() -> dict[str, str]:
     return dict(stand_in.replaced) if stand_in is not None else {}
 
 
-def flags() -> str:
-    """Return the flags without which vLLM would use something that is not here."""
-    return "--attention-backend TRITON_ATTN" if any("flash_attn" in name for name in replaced()) else ""
+def flags(share: float) -> str:
+    """Return the flags of vLLM, which would use all of the GPU, and attention that may not be here."""
+    attention = " --attention-backend TRITON_ATTN" if any("flash_attn" in name for name in replaced()) else ""
+    return f"--gpu-memory-utilization {share}{attention}"
 
 
 def import_vllm(settings: Settings, region: Region) -> None:

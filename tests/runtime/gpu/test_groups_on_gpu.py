@@ -19,7 +19,7 @@ from benchmarks.gpu.summary import lines
 def test_the_tokens_are_those_of_one_engine(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     if where == "host":
-        options = ["--dry-run", "--without-probe", "--run", "6", "--out", str(out), "--work", str(work)]
+        options = ["--dry-run", "--run", "6", "--out", str(out), "--work", str(work)]
         assert run.main(options) == 0
     else:
         request.getfixturevalue("cuda")
