@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_command import medusa
+from plain_environ import plain_environ
 from safetensors.torch import load_file
-
-from . import command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 KINDS = {"weight-index", "kv-plan", "stage-times"}
@@ -33,11 +33,12 @@ def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def materialized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def materialized(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Path:
     """A copy of the example with its bundle; its inodes and times are not the example's."""
     folder = tmp_path_factory.mktemp("page") / "model"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns(".medusa"))
-    result = command.medusa("materialize", "--model", folder, "--starts", "1")
+    words = ["materialize", "--model", str(folder), "--starts", "1"]
+    result = fork_server.run(MEDUSA_MAIN, words, environ=plain_environ())
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     assert {line[0] for line in lines[:-1]} == KINDS
