@@ -7,18 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-
-from .command import medusa
+from fork_server import MEDUSA_MAIN, ForkServer
+from medusa_command import medusa
+from plain_environ import plain_environ
 
 
 def test_a_hub_name_without_its_scheme(tmp_path: Path) -> None:
     for command in ("inspect", "fetch"):
-        done = medusa(command, "org/name", cwd=tmp_path)
+        done = medusa(command, "org/name", folder=tmp_path)
         assert (done.returncode, "did you mean hf://org/name?" in done.stderr) == (1, True)
-    assert "did you mean" not in medusa("inspect", "./org/name", cwd=tmp_path).stderr
+    assert "did you mean" not in medusa("inspect", "./org/name", folder=tmp_path).stderr
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
@@ -26,7 +27,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):  # the latter is set by tests that import transformers
         monkeypatch.delenv(name, raising=False)
     began = time.monotonic()
-    done = medusa("inspect", "hf://org/name")
+    done = fork_server.run(MEDUSA_MAIN, ["inspect", "hf://org/name"], environ=plain_environ())
     assert time.monotonic() - began < 60  # the import of the client, and three tries
     for words in (f"127.0.0.1:{closed}", "HTTPS_PROXY", "HF_TOKEN is not set", "[Storage.Unreachable]"):
         assert words in done.stderr
