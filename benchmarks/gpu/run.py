@@ -56,7 +56,6 @@ DRY_SHAPES = {
 MINUTES = {5: 10.0, 2: 4.0, 7: 4.0, 1: 9.0, 3: 6.0, 4: 8.0, 6: 1.5}
 _ALL = tuple(MINUTES)  # in the order in which they are done
 _PACKING_S = 15.0  # of the minutes, for the end of what still runs, and for the tar
-_VLLM_PART = "benchmarks.gpu.vllm_check.part"
 _STAND_IN = str(ROOT / "benchmarks/gpu/vllm_check/stand_in")
 _AHEAD_S = 300.0
 _TESTS_S = 420.0
@@ -81,6 +80,9 @@ class Part(NamedTuple):
     makes: Path | None = None  # without this file it is not done, whatever results say: a machine that is lent is bare
     module: str = "benchmarks.gpu.part"
     paths: tuple[str, ...] = ()  # folders in which its processes search for modules first
+
+
+vllm_part = partial(Part, module="benchmarks.gpu.vllm_check.part", paths=(_STAND_IN,))
 
 
 class Check:
@@ -206,15 +208,24 @@ def shapes_of(numbers: Sequence[int], only: Sequence[str] = (), *, dry_run: bool
     return [shape for shape in needed if not only or shape in only]
 
 
-def lanes(number: int, check: Check, shapes: Sequence[str]) -> list[Iterator[Part]]:
-    """Return the parts of a run, those of two lanes to be run side by side. More at a time would slow each other."""
-    if number == 5:
-        return [vllm_parts(check, shapes, key, how) for key, how in vllm_variants(check)]
-    return [parts(number, check, shapes)]
+def steps(number: int, check: Check, shapes: Sequence[str]) -> Iterator[list[Iterator[Part]]]:
+    """Yield the steps of a run: the parts of each, those of two lanes to be run side by side.
+
+    More at a time would slow each other. vLLM's own starts are alone: it gives up if memory is freed while it measures.
+    """
+    if number != 5:
+        yield [parts(number, check, shapes)]
+        return
+    variants = vllm_variants(check)
+    for shape in shapes if variants else ():
+        if (model := check.checkpoint(shape)) is not None:
+            yield [vllm_parts(shape, model, *variant) for variant in variants]
+            for variant in variants:
+                yield [stock_parts(shape, model, *variant)]
 
 
 def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
-    """Yield the parts of a run that has one lane. A checkpoint is written when its first part is due."""
+    """Yield the parts of a run in which none are side by side. A checkpoint is written when its first part is due."""
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
@@ -272,7 +283,7 @@ def vllm_variants(check: Check) -> list[tuple[str, str]]:
     if not has_vllm():
         check.keep("vllm", {"absent": INSTALL})
         return []
-    check.run(Part("vllm", "imports", timeout_s=120, module=_VLLM_PART, paths=(_STAND_IN,)))
+    check.run(vllm_part("vllm", "imports", timeout_s=120))
     here = check.results["vllm"]
     if "failed" in here:
         return []
@@ -281,21 +292,28 @@ def vllm_variants(check: Check) -> list[tuple[str, str]]:
     return [("vllm", "never"), *([] if eager_only else [("vllm compiled", "always")])]
 
 
-def vllm_parts(check: Check, shapes: Sequence[str], key: str, how: str) -> Iterator[Part]:
-    """Yield the parts with vLLM for one kind of start. What other starts take from the bundle comes before them."""
-    part = partial(Part, module=_VLLM_PART, paths=(_STAND_IN,))
-    for shape in shapes:
-        if (model := check.checkpoint(shape)) is None:
-            continue
-        bundle = Path(f"{model}.{key.replace(' ', '-')}")
-        options = ("--model", str(model), "--bundle", str(bundle), "--compile", how)
-        by_command = ("--by-command",) if how == "never" else ()  # one bundle each way
-        caches = ("--caches", f"{bundle}.caches")
-        yield part(f"{shape} {key} bundle", "materialize", (*options, *by_command), 480, Path(f"{bundle}.graphs"))
-        yield part(f"{shape} {key} restored", "restored", options, 150)
-        yield part(f"{shape} {key} captured", "captured", options, 180)
-        yield part(f"{shape} {key} cold", "stock", (*options, *caches, "--empty-caches"), 240)
-        yield part(f"{shape} {key} stock", "stock", (*options, *caches), 180)
+def vllm_parts(shape: str, model: Path, key: str, how: str) -> Iterator[Part]:
+    """Yield the parts with our worker in vLLM for one kind of start: the bundle, and starts with it."""
+    bundle, options = vllm_options(model, key, how)
+    by_command = ("--by-command",) if how == "never" else ()  # one bundle each way
+    yield vllm_part(
+        f"{shape} {key} bundle", "materialize", (*options, *by_command), 480, makes=Path(f"{bundle}.graphs")
+    )
+    yield vllm_part(f"{shape} {key} restored", "restored", options, 150)
+    yield vllm_part(f"{shape} {key} captured", "captured", options, 180)
+
+
+def stock_parts(shape: str, model: Path, key: str, how: str) -> Iterator[Part]:
+    """Yield vLLM's own starts: as in a new container, and with the caches that this has left."""
+    bundle, options = vllm_options(model, key, how)
+    caches = ("--caches", f"{bundle}.caches")
+    yield vllm_part(f"{shape} {key} cold", "stock", (*options, *caches, "--empty-caches"), 240)
+    yield vllm_part(f"{shape} {key} stock", "stock", (*options, *caches), 180)
+
+
+def vllm_options(model: Path, key: str, how: str) -> tuple[Path, tuple[str, ...]]:
+    bundle = Path(f"{model}.{key.replace(' ', '-')}")
+    return bundle, ("--model", str(model), "--bundle", str(bundle), "--compile", how)
 
 
 def gpu_tests(check: Check, out: Path) -> None:
@@ -377,7 +395,8 @@ def main(arguments: list[str] | None = None) -> int:
             if number == 1 and not options.part:
                 probe(check, options.out)
             shapes = shapes_of([number], options.shape, dry_run=options.dry_run)
-            side_by_side(check, lanes(number, check, shapes), options.part)
+            for lanes in steps(number, check, shapes):
+                side_by_side(check, lanes, options.part)
             if number == 1 and not options.part and not options.dry_run:
                 gpu_tests(check, options.out)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the next run may still bring something back
@@ -389,7 +408,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any("failed" in found for found in check.results.values()))
 
 
-def side_by_side(check: Check, every: Sequence[Iterator[Part]], only: Sequence[str]) -> None:
+def side_by_side(check: Check, lanes: Sequence[Iterator[Part]], only: Sequence[str]) -> None:
     """Run the parts of each lane one after the other, and the lanes at the same time."""
 
     def run_all(lane: Iterator[Part]) -> None:
@@ -397,8 +416,8 @@ def side_by_side(check: Check, every: Sequence[Iterator[Part]], only: Sequence[s
             if not only or part.name in only:
                 check.run(part)
 
-    with ThreadPoolExecutor(max(len(every), 1)) as pool:
-        for done in [pool.submit(run_all, lane) for lane in every]:
+    with ThreadPoolExecutor(max(len(lanes), 1)) as pool:
+        for done in [pool.submit(run_all, lane) for lane in lanes]:
             done.result()
 
 

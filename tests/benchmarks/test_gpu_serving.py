@@ -96,8 +96,8 @@ def test_vllm_serves_what_run_5_has_materialized(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run, "has_vllm", lambda: True)
     check = run.Check(tmp_path / "out", tmp_path / "work", dry_run=True, budget_s=300)
     monkeypatch.setattr(check, "checkpoint", lambda shape: tmp_path / shape)
-    (lane,) = run.lanes(7, check, ["m"])
+    ((lane,),) = run.steps(7, check, ["m"])
     parts = {part.key: part for part in lane}
     assert list(parts) == ["m served torch", "m served vllm", "m full torch", "m full vllm", "m released torch"]
-    eager = next(run.vllm_parts(check, ["m"], "vllm", "never"))
+    eager = next(run.vllm_parts("m", tmp_path / "m", "vllm", "never"))
     assert parts["m served vllm"].arguments[-1] == eager.arguments[3]

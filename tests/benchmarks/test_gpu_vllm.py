@@ -42,21 +42,32 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     return made
 
 
-def lanes(check: Check, monkeypatch: pytest.MonkeyPatch, here: dict[str, Any]) -> list[list[Part]]:
-    """The lanes of run 5 where a first part has found this vLLM."""
+def steps(check: Check, monkeypatch: pytest.MonkeyPatch, here: dict[str, Any]) -> list[list[list[Part]]]:
+    """The steps of run 5 where a first part has found this vLLM."""
     monkeypatch.setattr(check, "run", lambda part: check.keep(part.key, here))
-    return [list(lane) for lane in run.lanes(5, check, ["small-0.5b", "large"])]
+    return [[list(lane) for lane in lanes] for lanes in run.steps(5, check, ["small-0.5b", "large"])]
 
 
-def test_the_small_model_comes_first_eager_beside_compiled(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = lanes(check, monkeypatch, HERE)
-    steps = ["materialize", "restored", "captured", "stock", "stock"]
-    assert [[part.name for part in lane] for lane in found] == [steps * 2] * 2
-    keys = [[part.key for part in lane[::5]] for lane in found]
-    assert keys == [[f"{shape} {key} bundle" for shape in ("small-0.5b", "large")] for key in ("vllm", "vllm compiled")]
-    assert [{part.arguments[5] for part in lane} for lane in found] == [{"never"}, {"always"}]
-    assert ["--by-command" in lane[0].arguments for lane in found] == [True, False]
-    parts = [part for lane in found for part in lane]
+def test_the_small_model_comes_first_and_vllms_own_starts_are_alone(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = steps(check, monkeypatch, HERE)
+    ours, theirs = ["materialize", "restored", "captured"], ["stock", "stock"]
+    names = [[[part.name for part in lane] for lane in lanes] for lanes in found]
+    assert names == [[ours, ours], [theirs], [theirs]] * 2
+    keys = [[lane[0].key for lane in lanes] for lanes in found]
+    assert keys == [
+        each
+        for shape in ("small-0.5b", "large")
+        for each in (
+            [f"{shape} vllm bundle", f"{shape} vllm compiled bundle"],
+            [f"{shape} vllm cold"],
+            [f"{shape} vllm compiled cold"],
+        )
+    ]
+    assert [{part.arguments[5] for part in lane} for lane in found[0]] == [{"never"}, {"always"}]
+    assert ["--by-command" in lane[0].arguments for lane in found[0]] == [True, False]
+    parts = [part for lanes in found for lane in lanes for part in lane]
     assert len({part.key for part in parts}) == 20
     assert len({part.arguments[3] for part in parts}) == 4, "two kinds of start share a bundle"
     assert [part.key.split(" ")[-1] for part in parts if "--empty-caches" in part.arguments] == ["cold"] * 4
@@ -69,13 +80,13 @@ def test_the_small_model_comes_first_eager_beside_compiled(check: Check, monkeyp
 def test_nothing_is_compiled_where_vllm_lacks_what_it_imports_for_that(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (eager,) = lanes(check, monkeypatch, {**HERE, "compiled_needs": ["openai"]})
-    assert {part.arguments[5] for part in eager} == {"never"}
+    found = steps(check, monkeypatch, {**HERE, "compiled_needs": ["openai"]})
+    assert {part.arguments[5] for lanes in found for lane in lanes for part in lane} == {"never"}
     assert any("only eager models, as vLLM needs openai" in line for line in summary.lines(check.results))
 
 
 def test_a_vllm_that_cannot_be_imported_costs_one_part(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not lanes(check, monkeypatch, {"failed": "status 1"})
+    assert not steps(check, monkeypatch, {"failed": "status 1"})
     assert list(check.results) == ["vllm"]
     assert "----  vLLM: not measured" in summary.lines(check.results)
 
