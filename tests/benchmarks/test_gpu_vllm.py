@@ -131,6 +131,11 @@ def test_what_run_5_reaches_is_said() -> None:
 def test_what_a_start_puts_off_is_measured_with_the_first_token() -> None:
     found = results(restored={"first_s": 0.5}, stock={"first_s": 2.0})
     assert "m: vLLM: with the first token: 2.00 s against 8.00 s, 75.0% shorter" in summary.lines(found)
+
+
+def test_how_the_weights_come_is_measured_apart() -> None:
+    found = results(restored={"stages": {"restore_graphs": 0.3, "load": 0.8}}, stock={"stages": {"load": 3.1}})
+    assert "m: vLLM: the model and its weights in 0.80 s against 3.10 s" in summary.lines(found)
     assert not any("first token" in line for line in summary.lines(results()))
 
 

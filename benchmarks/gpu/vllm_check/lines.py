@@ -111,3 +111,6 @@ def _loading(said: str, stock: Results, restored: Results) -> Iterator[str]:
     if (first := restored.get("first_s")) is not None and (their_first := stock.get("first_s")) is not None:
         ours, theirs = ours + first, theirs + their_first
         yield f"{said}: with the first token: {ours:.2f} s against {theirs:.2f} s, {1 - ours / theirs:.1%} shorter"
+    ours, theirs = (start.get("stages", {}).get("load") for start in (restored, stock))
+    if ours and theirs:  # the weights come by our link, or by vLLM's own copies
+        yield f"{said}: the model and its weights in {ours:.2f} s against {theirs:.2f} s"
