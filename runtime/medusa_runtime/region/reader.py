@@ -288,10 +288,18 @@ class Region:
         if self._present(chunks):
             return
         waiter = Waiter(timeout_s)
+        self._demand_released(chunks)
         while not self._present(chunks):
             self._raise_failure()
-            self._check_writer(waiter)
+            if waiter.is_check_due():
+                self._require_writer()
+                self._demand_released(chunks)
             waiter.pause()
+
+    def _demand_released(self, chunks: range) -> None:
+        """Demand chunks if this reader frees memory: the fetch may have come too far, by bytes of later tensors."""
+        if self._release is not None:
+            demand(self.request_fd, [chunk for chunk in chunks if not self._present(range(chunk, chunk + 1))])
 
     def has(self, name: str) -> bool:
         """Return, without waiting, whether all bytes of a tensor are there. WeightsError if they were released here."""

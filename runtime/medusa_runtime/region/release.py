@@ -7,6 +7,7 @@ import errno
 import os
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..checkpoint.index import PAGE_BYTES, WeightIndex
 from .layout import Word
@@ -26,6 +27,7 @@ class Release:
         """``fd`` is the region's memfd, and ``origin`` its method ``Region.origin``."""
         self._fd = fd
         self._index = index
+        self._shared = _shared(index)
         self._origin = origin
         self._intervals: dict[int, Intervals] = {}
         self.names: set[str] = set()
@@ -33,10 +35,16 @@ class Release:
         self._bytes = 0
 
     def tensor(self, name: str) -> None:
-        """Release one tensor. A page is freed with the last tensor on it."""
+        """Release one tensor. A page is freed with the last tensor on it, and shared bytes with the last that has them."""
+        if name in self.names:
+            return
         shard, start, stop, *_ = self._index.tensors[name]
         self.names.add(name)
         self.peak_bytes = max(self.peak_bytes, os.fstat(self._fd).st_blocks * 512)
+        if (shared := self._shared.get(name)) is not None:
+            if not self.names.issuperset(shared.names):
+                return
+            start, stop = shared.start, shared.stop
         base, address = self._origin(shard)
         begin, end = self._intervals.setdefault(shard, Intervals()).add(base + start, base + stop)
         if begin < end:
@@ -49,6 +57,28 @@ class Release:
             os.pwrite(self._fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
         except OSError:
             pass  # the region is sealed: the fetch is over, and nothing waits for memory
+
+
+class _Shared(NamedTuple):
+    """Tensors whose bytes overlap, and where they lie in their shard: tied weights of a pickled checkpoint."""
+
+    start: int
+    stop: int
+    names: list[str]
+
+
+def _shared(index: WeightIndex) -> dict[str, _Shared]:
+    """Return the tensors that share bytes with others, by name."""
+    found, last, shard = list[_Shared](), _Shared(0, 0, []), -1
+    for name, entry in sorted(index.tensors.items(), key=lambda item: item[1][:3]):
+        if entry.start == entry.stop:
+            continue
+        if entry.shard == shard and entry.start < last.stop:
+            last = found[-1] = _Shared(last.start, max(last.stop, entry.stop), [*last.names, name])
+        else:
+            shard, last = entry.shard, _Shared(entry.start, entry.stop, [name])
+            found.append(last)
+    return {name: one for one in found if len(one.names) > 1 for name in one.names}
 
 
 class Intervals:
