@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +43,8 @@ _SPARE_BYTES = 64 << 20
 _MOST_PEER_CHUNKS = 1024
 # The niceness of a fetch beside imports, which go first: they need one core, and the first token waits for them, too.
 BESIDE_IMPORTS = 10
+# Returns whether the engine copies the weights of a checkpoint, of which it gets the small files, to a GPU.
+Uploads = Callable[[Mapping[str, bytes]], bool]
 
 
 class RegionOwner(Protocol):
@@ -98,6 +99,7 @@ def prefetch(
     bundle: OpenBundle | None = None,
     store: Store | None = None,
     sources: SourcesStore | None = None,
+    uploads: Uploads | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
@@ -110,6 +112,7 @@ def prefetch(
     ``bundle`` brings what a state bundle knows about the checkpoint.
     ``store`` is the checkpoint's, if the caller has opened it; it is closed here. ``sources`` is the store where peers
     may have the checkpoint; the region is then laid out for peers, too.
+    ``uploads`` is given if an engine loads from the region meanwhile.
     """
     writer = writer or region.writer()
     try:
@@ -125,7 +128,7 @@ def prefetch(
             if bundle is not None:
                 restored = bundle.restore(checkpoint)
             with LoadPriority(settings.load_priority) as load:
-                options = FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes)
+                options = FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes, uploads)
                 _fill(writer, checkpoint, restored, options)
         finally:
             if bundle is not None:
@@ -164,6 +167,7 @@ class FetchOptions:
     load: LoadPriority
     sources: SourcesStore | None = None
     peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
+    uploads: Uploads | None = None
 
     def peer_chunk_bytes(self, restored: RestoredCheckpoint) -> int | None:
         """Return the chunk size of a region for peers: that of their regions, or of the recorded checksums.
@@ -196,7 +200,7 @@ def _admitted(
                 options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
-                on_gpu = _is_on_gpu(options)
+                on_gpu = options.uploads is not None and options.uploads(files)
                 if on_gpu and options.settings.host_weights == "release":
                     more_bytes = min(more_bytes, 2 * UNRELEASED_BYTES + index.largest_tensor_bytes)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu=on_gpu)
@@ -231,7 +235,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             options.sources.set_layout(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
-            schedule = Schedule(writer, options.load, urgent, _most_ahead(index, writer, options))
+            schedule = Schedule(writer, options.load, urgent, _most_ahead(index, writer, options, files))
             streams = Streams(
                 checkpoint.store,
                 index,
@@ -253,21 +257,13 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
         if bundle is not None:
             bundle.finish()
         # A function that builds its module itself is the only reader, and may free memory. So may an engine on a GPU.
-        writer.finish(seal=settings.engine != "none" and settings.host_weights != "release")
+        frees = settings.engine == "none" or settings.host_weights == "release"
+        writer.finish(seal=options.owner is not None or not frees)
 
 
-def _is_on_gpu(options: FetchOptions) -> bool:
-    """Return whether this instance's own engine copies the weights to a GPU."""
-    from ..device.choice import choose
-
-    settings = options.settings
-    computes = options.owner is None and settings.engine in ("torch", "vllm")
-    return computes and choose(settings.device, os.environ) == "cuda"
-
-
-def _most_ahead(index: WeightIndex, writer: RegionWriter, options: FetchOptions) -> float:
+def _most_ahead(index: WeightIndex, writer: RegionWriter, options: FetchOptions, files: Mapping[str, bytes]) -> float:
     """Return how many bytes may come before the engine frees any: it frees none before it has been imported."""
-    if options.settings.host_weights != "release" or not _is_on_gpu(options):
+    if options.settings.host_weights != "release" or options.uploads is None or not options.uploads(files):
         return math.inf
     from ..limits import memory_available_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
@@ -20,12 +21,21 @@ def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:
     with timeline.stage("import"):
         from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
         from ..state.restore import BundleRestorer
+        from .uploads import uploads
 
     region, settings = resources.region, resources.settings
     assert region is not None
     assert settings.model is not None
     bundle = BundleRestorer(settings, timeline)
-    prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, bundle=bundle)
+    prefetch(
+        region,
+        settings.model,
+        settings=settings,
+        timeline=timeline,
+        nice=BESIDE_IMPORTS,
+        bundle=bundle,
+        uploads=partial(uploads, settings),
+    )
     return 0
 
 

@@ -35,7 +35,7 @@ class Release:
         self._bytes = 0
 
     def tensor(self, name: str) -> None:
-        """Release one tensor. A page is freed with the last tensor on it, and shared bytes with the last that has them."""
+        """Release one tensor. A page is freed with the last tensor on it; shared bytes with the last that has them."""
         if name in self.names:
             return
         shard, start, stop, *_ = self._index.tensors[name]

@@ -277,32 +277,6 @@ def test_too_large(served: Any, region: Region, monkeypatch: pytest.MonkeyPatch)
     other.close()
 
 
-def test_weights_larger_than_memory_go_through_it_to_a_gpu(
-    origin: Any, safetensors_file: Any, region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = {f"{n}": ("U8", [2 * MIB], os.urandom(2 * MIB)) for n in range(24)}
-    origin.put("/m/model.safetensors", safetensors_file(data))
-    monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda asked, environ: "cuda")
-    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 16) * MIB)
-    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 4 * MIB)
-    monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", 4 * MIB)
-    with pytest.raises(TooLargeError, match="or --host-weights release"):
-        fill(region, origin.url + "/m")
-    region, held = Region.create(), 0
-    thread = threading.Thread(target=fill, args=(region, origin.url + "/m"), kwargs={"host_weights": "release"})
-    thread.start()
-    for name in region.wait_index(60).order:
-        region.wait_tensor(name, 60)
-        time.sleep(0.02)  # as if the GPU took its time
-        held = max(held, os.fstat(region.fd).st_blocks * 512)
-        entry = region.wait_index().tensors[name]
-        assert region.shard(entry.shard)[entry.start : entry.stop] == data[name][2]
-        region.release(name)
-    thread.join(60)
-    region.close()
-    assert held <= 32 * MIB, "of 48"
-
-
 @pytest.mark.parametrize("flips", [0, 1, 2])
 def test_checksums(origin: Any, region: Region, safetensors_file: Callable[..., bytes], flips: int) -> None:
     data = os.urandom(3 * MIB)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import TooLargeError
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.instance.uploads import uploads
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -20,8 +24,8 @@ from medusa_runtime.timeline import Timeline
 MIB = 1 << 20
 
 
-def fill(region: Region, url: str, **options: Any) -> None:
-    settings = Settings(host_weights="release")
+def fill(region: Region, url: str, host_weights: str = "release", **options: Any) -> None:
+    settings = Settings(host_weights=host_weights)
     prefetch(region, url, settings=settings, timeline=Timeline.create("test"), **options)
 
 
@@ -62,3 +66,52 @@ def test_a_fetch_goes_on_to_what_its_reader_waits_for_however_much_is_not_freed(
         region.release(name)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_weights_larger_than_memory_go_through_it_to_a_gpu(
+    origin: Any, safetensors_file: Any, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {f"{n}": ("U8", [2 * MIB], os.urandom(2 * MIB)) for n in range(24)}
+    origin.put("/m/model.safetensors", safetensors_file(data))
+    origin.put("/m/config.json", b'{"architectures": ["LlamaForCausalLM"]}')
+    monkeypatch.setattr("medusa_runtime.instance.uploads.choose", lambda asked, environ: "cuda")
+    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 16) * MIB)
+    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 4 * MIB)
+    monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", 4 * MIB)
+    with pytest.raises(TooLargeError, match="or --host-weights release"):
+        fill(region, origin.url + "/m", host_weights="keep", uploads=partial(uploads, Settings()))
+    region, held = Region.create(), 0
+    thread = threading.Thread(
+        target=fill, args=(region, origin.url + "/m"), kwargs={"uploads": partial(uploads, Settings())}
+    )
+    thread.start()
+    for name in region.wait_index(60).order:
+        region.wait_tensor(name, 60)
+        time.sleep(0.02)  # as if the GPU took its time
+        held = max(held, os.fstat(region.fd).st_blocks * 512)
+        entry = region.wait_index().tensors[name]
+        assert region.shard(entry.shard)[entry.start : entry.stop] == data[name][2]
+        region.release(name)
+    thread.join(60)
+    region.close()
+    assert held <= 32 * MIB, "of 48"
+
+
+@pytest.mark.parametrize(("has_engine", "architectures"), [(True, ["BertModel"]), (False, ["LlamaForCausalLM"])])
+def test_weights_that_no_engine_frees_must_fit_into_memory(
+    origin: Any,
+    region: Region,
+    safetensors_file: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_engine: bool,
+    architectures: list[str],
+) -> None:
+    """An encoder's engine leaves them on the host, and `medusa fetch` has no engine: the fetch would wait for ever."""
+    origin.put("/m/model.safetensors", safetensors_file({f"{n}": ("U8", [MIB], bytes(MIB)) for n in range(8)}))
+    origin.put("/m/config.json", json.dumps({"architectures": architectures, "model_type": "bert"}).encode())
+    monkeypatch.setattr("medusa_runtime.instance.uploads.choose", lambda asked, environ: "cuda")
+    monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", MIB)
+    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 4) * MIB)
+    with pytest.raises(TooLargeError, match=r"larger container$"):
+        fill(region, origin.url + "/m", uploads=partial(uploads, Settings()) if has_engine else None)
