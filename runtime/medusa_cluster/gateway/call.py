@@ -22,7 +22,7 @@ SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/res
 OTHER_ROUTES = frozenset(
     {
         "/v1/messages",
-        "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
+        "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
 )  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import GatewayProcess
-from medusa_cluster.gateway.call import parse_call
+from medusa_cluster.gateway.call import ROUTES, parse_call
 from medusa_cluster.gateway.faults import Fault
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
+from medusa_handler.http import openapi
 from waiting import until
 
 _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
@@ -117,3 +118,7 @@ def test_a_load_that_has_not_changed_is_seldom_repeated(
     before = cluster.reports
     time.sleep(2)
     assert 0 < cluster.reports - before < 10
+
+
+def test_all_routes_of_encoders_are_passed_on() -> None:
+    assert {*openapi._SCORES, *openapi._RANKINGS, "/classify", "/v1/embeddings"} <= ROUTES
