@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.encoder import engine as encoder_engine
 from medusa_runtime.engine.encoder.engine import EncoderEngine
@@ -96,3 +98,17 @@ def test_a_text_in_the_step_that_ends_the_engine_gets_an_error(engine: EncoderEn
     thread.join(10)
     assert not thread.is_alive(), "it waits for ever"
     assert errors
+
+
+def test_a_vector_that_is_not_finite_is_an_error(engine: EncoderEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN made an answer that is no JSON, and put documents in any order."""
+    monkeypatch.setattr(FakeEncoder, "encode", lambda self, texts: torch.tensor([[1.0, math.nan]] * len(texts)))
+    stop = threading.Event()
+    running = threading.Thread(target=engine.run, args=(stop,))
+    running.start()
+    try:
+        with pytest.raises(EngineError, match="infinite or NaN"):
+            engine.embed(["a text"])
+    finally:
+        stop.set()
+        running.join(60)

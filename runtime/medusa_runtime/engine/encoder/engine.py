@@ -69,7 +69,8 @@ class EncoderEngine:
         ``dimensions``: keep this many numbers of each vector, and scale it to length 1 again. ``truncate``: cut inputs
         to this many tokens; -1 cuts at the model's limit. ``classify``: expect a classifier, whose vectors are the
         probabilities of the labels. ``cancelled`` ends the call when it is set. Any thread may call this. Raises
-        RequestError, EngineError, and the error of weights that could not be loaded.
+        RequestError, EngineError (also for a vector that is not finite), and the error of weights that could not be
+        loaded.
         """
         if classify is not self._encoder.is_classifier:
             able = (
@@ -93,6 +94,11 @@ class EncoderEngine:
         found = []
         for text in texts:
             vector = self._wait(text, texts, cancelled)
+            if not bool(vector.isfinite().all()):  # NaN is no JSON, and ranks nothing
+                raise EngineError(
+                    "the model's answer for a text has numbers that are infinite or NaN; use --dtype float32, or check "
+                    "the weights"
+                )
             vector = vector if dimensions is None else normalized(vector[:dimensions])
             found.append((len(text.tokens), _packed(vector)))
         return found
