@@ -23,6 +23,8 @@ from .body.parameters import Body
 from .embeddings import inputs, truncation
 
 if TYPE_CHECKING:
+    from medusa_runtime.engine.base import Embedding
+
     from ..service import Service
 
 _MOST_DOCUMENTS = 2048
@@ -115,15 +117,24 @@ def _fits(
         raise invalid("documents", expected, count)
     asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
     found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
-    vectors = [floats(vector.data) for vector in found]
     tokens = sum(vector.tokens for vector in found)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     if not classifies:
-        first, second = vectors[: len(queries)], vectors[len(queries) :]
-        return [_cosine(*pair) for pair in zip(first * (len(second) // len(first)), second, strict=True)], usage
+        return _cosines(found[: len(queries)], found[len(queries) :]), usage
+    vectors = [floats(vector.data) for vector in found]
     if len(vectors[0]) != 1:
         raise invalid("model", "a classifier with one label, or an encoder", f"one with {len(vectors[0])} labels")
     return [vector[0] for vector in vectors], usage
+
+
+def _cosines(queries: list[Embedding], documents: list[Embedding]) -> list[float]:
+    """Return the cosine of each document's vector and its query's, or the only query's."""
+    scores, query = list[float](), list[float]()
+    for number, document in enumerate(documents):
+        if number < len(queries):
+            query = floats(queries[number].data)
+        scores.append(_cosine(query, floats(document.data)))  # one at a time: as numbers, they take 8 times the memory
+    return scores
 
 
 def _cosine(one: list[float], other: list[float]) -> float:
