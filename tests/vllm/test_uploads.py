@@ -16,8 +16,10 @@ from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
+from vllm_installed import vllm_is_installed
 
-pytest.importorskip("vllm.distributed", reason="vLLM is not installed")
+if not vllm_is_installed():
+    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from medusa_vllm.weights import uploading
 
