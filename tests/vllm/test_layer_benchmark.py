@@ -13,6 +13,5 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
 
 def test_a_first_and_a_later_request_are_measured() -> None:
-    pytest.importorskip("vllm", exc_type=ImportError)
     ((first, later),) = measure("cold", str(EXAMPLE), 1)
     assert 0 < later < first
