@@ -17,6 +17,7 @@ from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 from vllm_installed import vllm_is_installed
+from waiting import until
 
 if not vllm_is_installed():
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -94,7 +95,7 @@ def test_a_full_device_gets_the_regions_own_tensors(
 
 
 def arrived(filling: Callable[..., Any]) -> Any:
-    """A region in which all is there, and which is not sealed, as `--host-weights release` leaves it."""
+    """A region in which all that vLLM takes is there, and which is not sealed, as with `--host-weights release`."""
     filled = filling(WEIGHTS | {"vision": torch.ones(64, 64)}).lay_out()
     filled.arrive(*WEIGHTS)
     return filled
@@ -105,15 +106,16 @@ def test_the_hosts_bytes_are_released_once_the_device_has_them(
 ) -> None:
     filled = arrived(filling)
     same(uploading.uploaded(filled.region, NAMES, link=link, release=True))
+    filled.arrive("vision")
+    released = sum(weight.nbytes for weight in WEIGHTS.values()) + 64 * 64 * 4
+    until(lambda: filled.region._words()[Word.RELEASED_BYTES] == released)  # a fetch waits for none of them
     later = Region(os.dup(filled.region.fd))
     try:
-        assert not any(bytes(later.shard(0)))
+        assert not any(bytes(later.shard(0)) + bytes(later.shard(len(WEIGHTS))))
         with pytest.raises(WeightsError, match="--host-weights release"):
             later.check_whole()
     finally:
         later.close()
-    released = sum(weight.nbytes for weight in WEIGHTS.values()) + 64 * 64 * 4
-    assert filled.region._words()[Word.RELEASED_BYTES] == released, "a fetch waits for none of them"
 
 
 def test_a_full_device_gets_copies_of_what_is_released(

@@ -173,9 +173,8 @@ class Loader:
             self._applier.apply(place, value)
             self._backlog.mark_applied(place, start)
         self._region.check_whole()
-        if self._release:  # or the fetch would wait until these are freed, too
-            for name in self._applier.unneeded(index, plan.todo):
-                self._tensors.applied(name, copied=True, release=True)
+        if self._release and (unneeded := self._applier.unneeded(index, plan.todo)):
+            self._tensors.release_unread(unneeded)
         self._load.run(self._check_closing)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:

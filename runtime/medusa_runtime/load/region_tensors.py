@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -69,6 +69,10 @@ class RegionTensors:
             self.region.release(name)
         else:
             self.region.unmap(name)
+
+    def release_unread(self, names: Collection[str]) -> None:
+        """Have tensors' bytes dropped that nobody will read, like ``Region.release_unread``."""
+        self.region.release_unread(names)
 
 
 __all__ = ["RegionTensors"]

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoint.index import MOST_SHARDS_BYTES, PAGE_BYTES, Shard, WeightIndex, read_shards
@@ -27,7 +27,7 @@ from .waiter import Waiter
 from .wake import wait_for_change
 
 if TYPE_CHECKING:
-    from .release import Release
+    from .release import Release, UnreadRelease
     from .writer import RegionWriter
 
 # How long a reader waits for a new prefetcher. A supervisor replaces a killed one within milliseconds.
@@ -82,6 +82,7 @@ class Region:
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
+        self._unread: UnreadRelease | None = None
         self.viewed: set[str] = set()  # the tensors of which this process has a view
         self._header: memoryview | None = None
         self._memory: memoryview | None = None
@@ -353,11 +354,21 @@ class Region:
 
     def release(self, name: str) -> None:
         """Free the memory of a tensor that will not be read again, in this process or another one."""
+        self._releasing().tensor(name)
+
+    def release_unread(self, names: Collection[str]) -> None:
+        """Free the memory of tensors that no process will read, in the background, each once it has come."""
+        from .release import UnreadRelease
+
+        self._releasing()
+        self._unread = UnreadRelease(self, [name for name in self.wait_index().order if name in names])
+
+    def _releasing(self) -> Release:
         if self._release is None:
             from .release import Release
 
             self._release = Release(self.fd, self.wait_index(), self.origin)
-        self._release.tensor(name)
+        return self._release
 
     def unmap(self, name: str) -> None:
         """Unmap a tensor that has been copied elsewhere. Reading its bytes again maps them again.
@@ -443,6 +454,8 @@ class Region:
 
     def close(self) -> None:
         """Close the descriptors, and every mapping that is no longer in use. May be called twice."""
+        if self._unread is not None:
+            self._unread.close()
         self._header = self._memory = None
         self._shards.clear()
         self._open_files.clear()  # a copy that runs keeps its own

@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoint.index import PAGE_BYTES, WeightIndex
+from ..errors import MedusaError
 from .layout import Word
 from .pages import drop_pages
 
+if TYPE_CHECKING:
+    from .reader import Region
+
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+_LOOK_S = 0.02  # between looks for tensors that nobody reads
 
 
 class Release:
@@ -33,11 +39,15 @@ class Release:
         self.names: set[str] = set()
         self.peak_bytes = 0
         self._bytes = 0
+        self._lock = threading.Lock()
 
     def tensor(self, name: str) -> None:
         """Release one tensor. A page is freed with the last tensor on it; shared bytes with the last that has them."""
-        if name in self.names:
-            return
+        with self._lock:
+            if name not in self.names:
+                self._tensor(name)
+
+    def _tensor(self, name: str) -> None:
         shard, start, stop, *_ = self._index.tensors[name]
         self.names.add(name)
         self.peak_bytes = max(self.peak_bytes, os.fstat(self._fd).st_blocks * 512)
@@ -57,6 +67,32 @@ class Release:
             os.pwrite(self._fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
         except OSError:
             pass  # the region is sealed: the fetch is over, and nothing waits for memory
+
+
+class UnreadRelease:
+    """Releases tensors that nobody reads, in a thread, each once it has come: before that, it has no memory to free."""
+
+    def __init__(self, region: Region, names: Sequence[str]) -> None:
+        self._stopped = threading.Event()
+        arguments = region, names
+        self._thread = threading.Thread(target=self._run, args=arguments, name="medusa-release", daemon=True)
+        self._thread.start()
+
+    def _run(self, region: Region, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                while not self._stopped.is_set() and not region.has(name):
+                    region.wait_for_more(region.fetched_bytes, 0)
+                    self._stopped.wait(_LOOK_S)
+                if self._stopped.is_set():
+                    return
+                region.release(name)
+        except MedusaError:
+            pass  # what ended the fetch, which its readers raise
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
 
 
 class _Shared(NamedTuple):

@@ -103,11 +103,10 @@ def uploaded(
     """Yield the same as ``tensors``, but on the device. The next ones are copied meanwhile.
 
     If the device has no room for a copy, a tensor is still the host's. With ``release``, the region's bytes of each
-    tensor are freed once they are copied, and what is not asked for here counts as freed.
+    tensor are freed once they are copied, and those of what is not asked for here once they have come.
     """
-    if release:
-        for name in set(region.wait_index().tensors).difference(names):
-            region.release(name)
+    if release and (unread := region.wait_index().tensors.keys() - names):
+        region.release_unread(unread)
     arrived = tensors(region, names)
     waiting, coming, ahead = deque(names), deque[_Coming](), 0
     while waiting or coming:

@@ -20,6 +20,7 @@ from medusa_runtime.instance.uploads import uploads
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+from waiting import until
 
 MIB = 1 << 20
 
@@ -115,3 +116,21 @@ def test_weights_that_no_engine_frees_must_fit_into_memory(
     monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 4) * MIB)
     with pytest.raises(TooLargeError, match=r"larger container$"):
         fill(region, origin.url + "/m", uploads=partial(uploads, Settings()) if has_engine else None)
+
+
+def test_what_nobody_reads_is_freed_when_it_has_come(
+    origin: Any, region: Region, safetensors_file: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture tower, say: it was freed before it came, stayed, and let the fetch run ahead by as much."""
+    monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 4 * MIB)
+    data = {f"{n}": ("U8", [2 * MIB], os.urandom(2 * MIB)) for n in range(24)}
+    origin.put("/m/model.safetensors", safetensors_file(data))
+    thread = threading.Thread(target=fill, args=(region, origin.url + "/m"))
+    thread.start()
+    first, *unread = region.wait_index(60).order
+    region.release_unread(unread)
+    region.wait_tensor(first, 60)
+    region.release(first)
+    thread.join(60)
+    until(lambda: region._words()[Word.RELEASED_BYTES] == 48 * MIB)
+    assert os.fstat(region.fd).st_blocks * 512 < MIB

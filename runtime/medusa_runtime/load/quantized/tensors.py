@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -89,6 +89,9 @@ class DequantizedTensors(RegionTensors):
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
         for part in self._parts(name):
             super().applied(part, copied=copied or name in self.wait_index().stored, release=release)
+
+    def release_unread(self, names: Collection[str]) -> None:
+        super().release_unread(self.wait_index().parts(names))
 
     def _parts(self, name: str) -> Sequence[str]:
         return self.wait_index().parts((name,))
