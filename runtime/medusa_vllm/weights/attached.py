@@ -61,6 +61,7 @@ class AttachedRegion:
         self._shared = shared
         self.kernels = kernels
         self.releases = releases
+        self.model: str | None = None  # vLLM's name of the model whose weights these are
 
     @classmethod
     def of(cls, load_config: Any) -> AttachedRegion:
@@ -71,7 +72,9 @@ class AttachedRegion:
                 "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
                 "load from"
             )
-        return _attached_region(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra, _RELEASES in extra)
+        paths, shared = (extra[_REGION], extra[_TIMELINE]), _SHARED in extra
+        # A path names another region once its descriptor was closed and its number used again.
+        return _attached_region(*paths, extra[_KERNELS], shared, _RELEASES in extra, os.stat(paths[0]).st_ino)
 
     @cached_property
     def region(self) -> Region:
@@ -88,7 +91,9 @@ class AttachedRegion:
 
 
 @lru_cache(maxsize=1)
-def _attached_region(region: str, timeline: str, kernels: str, shared: bool, releases: bool) -> AttachedRegion:
+def _attached_region(
+    region: str, timeline: str, kernels: str, shared: bool, releases: bool, inode: int
+) -> AttachedRegion:
     return AttachedRegion(region, timeline, kernels, shared, releases)
 
 

@@ -39,7 +39,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         with self._attached.timeline.stage("skeleton"), avoid_cache_folder():
             model: nn.Module = super().create_model(vllm_config, model_config, prefix)
-        self._model = model_config.model
+        self._attached.model = self._attached.model or model_config.model
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -62,7 +62,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         return tensors(self._attached.region, names)
 
     def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, Tensor], None, None]:
-        if source.model_or_path != self._model:
+        if source.model_or_path != self._attached.model:
             raise ModelError(
                 f"this model takes weights from a second checkpoint, {source.model_or_path}; expected a model whose "
                 f"weights are all in one"
