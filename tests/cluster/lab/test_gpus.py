@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
+from waiting import until
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
 ]
+
+
+def environment_of(pid: int) -> list[str]:
+    """The variables of a process, which has none between its fork and its own program."""
+    return until(Path(f"/proc/{pid}/environ").read_text).split("\0")
 
 
 def test_nodes_divide_the_gpus_of_their_machine() -> None:
@@ -21,8 +27,7 @@ def test_nodes_divide_the_gpus_of_their_machine() -> None:
         seen = []
         for node in lab.nodes:
             cluster.start_node(node)
-            environment = Path(f"/proc/{cluster.servers[node].pid}/environ").read_text().split("\0")
-            seen.append([line for line in environment if line.startswith("CUDA_")])
+            seen.append([line for line in environment_of(cluster.servers[node].pid) if line.startswith("CUDA_")])
         order = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
         assert [sorted(found) for found in seen] == [
             [order, "CUDA_VISIBLE_DEVICES=0,3"],
@@ -36,6 +41,5 @@ def test_nodes_for_which_no_gpu_is_left_have_none() -> None:
         cluster = LabCluster(lab, gpus=("GPU-aa",))
         assert cluster.describe_gpus() == "GPUs of this machine: n1 has GPU-aa; none is left for n2, n3"
         cluster.start_node("n2")
-        environment = Path(f"/proc/{cluster.servers['n2'].pid}/environ").read_text().split("\0")
-        assert "CUDA_VISIBLE_DEVICES=" in environment
+        assert "CUDA_VISIBLE_DEVICES=" in environment_of(cluster.servers["n2"].pid)
         assert LabCluster(lab, gpus=()).describe_gpus() is None
