@@ -57,7 +57,9 @@ def unpack(archive: Path, folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # An argument ``filter`` has existed since Python 3.11.4.
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        tar.extractall(folder)
     compileall.compile_dir(folder, quiet=2, workers=0)
     done.touch()
 
