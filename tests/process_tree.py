@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """Return whether it runs: a zombie has ended."""
+    """Return whether it runs: a zombie has ended, once all its threads have. Until then its sockets are open."""
     try:
-        return _state_and_parent(pid)[0] != "Z"
+        return _state_and_parent(pid)[0] != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
