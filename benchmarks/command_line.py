@@ -1,6 +1,4 @@
-"""What this folder's commands share: lists of names, one line for an error, and the exit of all context managers at
-SIGTERM.
-"""
+"""Parts of each benchmark's command: reading lists of names, showing an error in one line, and ending at SIGTERM."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from .body import parameters
 from .body.parameters import Body, token_ids
 
 if TYPE_CHECKING:
+    from medusa_runtime.engine.base import Embedding
+
     from ..service import Service
 
 _MOST_INPUTS = 2048
@@ -29,13 +31,11 @@ def embed(service: Service, body: Body, model: str, is_disconnected: Callable[[]
         raise invalid("encoding_format", " or ".join(_FORMS), form)
     dimensions = parameters.integer(body, "dimensions", None, 1)
     vectors = embeddings(service.model, found, is_disconnected, dimensions=dimensions, truncate=truncation(body))
-    tokens = sum(vector.tokens for vector in vectors)
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(vector.data, form)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return jsonify({"object": "list", "data": data, "model": model, "usage": usage})
+    return jsonify({"object": "list", "data": data, "model": model, "usage": usage(vectors)})
 
 
 def inputs(body: Body) -> list[Input]:
@@ -65,6 +65,12 @@ def truncation(body: Body) -> int | None:
     if truncate == 0:
         raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
     return truncate
+
+
+def usage(found: list[Embedding]) -> dict[str, int]:
+    """Return an answer's ``usage``: the tokens of all inputs."""
+    tokens = sum(vector.tokens for vector in found)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def _shown(data: bytes, form: Any) -> str | list[float]:

@@ -20,7 +20,7 @@ from ..faults import invalid
 from ..model.embeddings import Input, embeddings, floats
 from .body import parameters
 from .body.parameters import Body
-from .embeddings import inputs, truncation
+from .embeddings import inputs, truncation, usage
 
 if TYPE_CHECKING:
     from medusa_runtime.engine.base import Embedding
@@ -44,17 +44,7 @@ def classify(service: Service, body: Body, model: str, is_disconnected: Callable
         probs = floats(vector.data)
         best = max(range(len(probs)), key=probs.__getitem__)
         data.append({"index": index, "label": labels.get(str(best)), "probs": probs, "num_classes": len(probs)})
-    tokens = sum(vector.tokens for vector in found)
-    return jsonify(
-        {
-            "id": f"classify-{os.urandom(16).hex()}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": model,
-            "data": data,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-    )
+    return _listed("classify", model, data, found)
 
 
 def score(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
@@ -63,18 +53,9 @@ def score(service: Service, body: Body, model: str, is_disconnected: Callable[[]
     queries, documents = _texts(body, first), _texts(body, second)
     if len(queries) not in (1, len(documents)):
         raise invalid(first, f"one text, or as many as {second} has ({len(documents)})", len(queries))
-    scores, usage = _fits(service, body, queries, documents, is_disconnected)
+    scores, found = _fits(service, body, queries, documents, is_disconnected)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return jsonify(
-        {
-            "id": f"score-{os.urandom(16).hex()}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": model,
-            "data": data,
-            "usage": usage,
-        }
-    )
+    return _listed("score", model, data, found)
 
 
 def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
@@ -86,12 +67,25 @@ def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[
         raise invalid("documents", "a list of texts, none of them empty", body["documents"])
     documents = _texts(body, "documents")
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
-    scores, usage = _fits(service, body, [query], documents, is_disconnected)
+    scores, found = _fits(service, body, [query], documents, is_disconnected)
     results = [
         {"index": number, "document": {"text": documents[number]}, "relevance_score": scores[number]}
         for number in sorted(range(len(documents)), key=lambda number: -scores[number])[:top]
     ]
-    return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage, "results": results})
+    return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage(found), "results": results})
+
+
+def _listed(name: str, model: str, data: list[dict[str, Any]], found: list[Embedding]) -> Response:
+    return jsonify(
+        {
+            "id": f"{name}-{os.urandom(16).hex()}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": data,
+            "usage": usage(found),
+        }
+    )
 
 
 def _texts(body: Body, name: str) -> list[str]:
@@ -106,8 +100,8 @@ def _texts(body: Body, name: str) -> list[str]:
 
 def _fits(
     service: Service, body: Body, queries: list[str], documents: list[str], is_disconnected: Callable[[], bool]
-) -> tuple[list[float], dict[str, int]]:
-    """Return how well each document fits its query, or the only one, and the answer's ``usage``."""
+) -> tuple[list[float], list[Embedding]]:
+    """Return how well each document fits its query, or the only one, and what the engine has found for that."""
     info = service.model.wait_info(is_disconnected)
     classifies = info.architecture == "classifier"
     all_queries = queries * (len(documents) // len(queries))
@@ -117,14 +111,12 @@ def _fits(
         raise invalid("documents", expected, count)
     asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
     found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
-    tokens = sum(vector.tokens for vector in found)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     if not classifies:
-        return _cosines(found[: len(queries)], found[len(queries) :]), usage
+        return _cosines(found[: len(queries)], found[len(queries) :]), found
     vectors = [floats(vector.data) for vector in found]
     if len(vectors[0]) != 1:
         raise invalid("model", "a classifier with one label, or an encoder", f"one with {len(vectors[0])} labels")
-    return [vector[0] for vector in vectors], usage
+    return [vector[0] for vector in vectors], found
 
 
 def _cosines(queries: list[Embedding], documents: list[Embedding]) -> list[float]:

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from medusa_runtime.config import Settings, from_env
@@ -91,21 +90,9 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
     listener = _listen(path)
 
     def prefetcher(timeline: Timeline) -> int:
-        from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch
-        from medusa_runtime.instance.uploads import uploads
-        from medusa_runtime.state.restore import BundleRestorer
+        from medusa_runtime.instance.engine_fetch import prefetch_for_engine
 
-        assert settings.model is not None
-        bundle = BundleRestorer(settings, timeline)
-        prefetch(
-            region,
-            settings.model,
-            settings=settings,
-            timeline=timeline,
-            nice=BESIDE_IMPORTS,
-            bundle=bundle,
-            uploads=partial(uploads, settings),
-        )
+        prefetch_for_engine(region, settings, timeline)
         return 0
 
     def engine(timeline: Timeline) -> int:

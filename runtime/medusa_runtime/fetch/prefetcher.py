@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.index import WeightIndex
@@ -169,6 +170,10 @@ class FetchOptions:
     peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
     uploads: Uploads | None = None
 
+    def is_on_gpu(self, files: Mapping[str, bytes]) -> bool:
+        """Return whether an engine copies the weights of a checkpoint with these small files to a GPU meanwhile."""
+        return self.uploads is not None and self.uploads(files)
+
     def peer_chunk_bytes(self, restored: RestoredCheckpoint) -> int | None:
         """Return the chunk size of a region for peers: that of their regions, or of the recorded checksums.
 
@@ -185,11 +190,17 @@ class FetchOptions:
 
 
 def _admitted(
-    writer: RegionWriter, restored: RestoredCheckpoint, files: Mapping[str, bytes], options: FetchOptions
+    writer: RegionWriter,
+    restored: RestoredCheckpoint,
+    files: Mapping[str, bytes],
+    options: FetchOptions,
+    *,
+    released: bool,
 ) -> Mapping[str, int]:
     """Return the sizes of the late files if there is room for them beside the weights, or else nothing.
 
-    Raises TooLargeError if there is no room for the weights.
+    ``released`` means that the engine frees the weights as it copies them. Raises TooLargeError if there is no room for
+    the weights.
     """
     index = restored.index
     for late_sizes in (restored.late_sizes, {}):
@@ -200,10 +211,10 @@ def _admitted(
                 options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
-                on_gpu = options.uploads is not None and options.uploads(files)
-                if on_gpu and options.settings.host_weights == "release":
+                if released:
                     more_bytes = min(more_bytes, 2 * UNRELEASED_BYTES + index.largest_tensor_bytes)
-                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu=on_gpu)
+                on_gpu = partial(options.is_on_gpu, files)
+                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu)
             break
         except TooLargeError as error:
             if not late_sizes:
@@ -221,7 +232,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
         own, rest = layers_first(index.order, int(start), int(stop))
         index = WeightIndex(index.shards, index.tensors, [*own, *rest], recorded=index.recorded)
     files = {**checkpoint.files, **restored.files}
-    late_sizes = _admitted(writer, restored, files, options)
+    released = settings.host_weights == "release" and options.is_on_gpu(files)
+    late_sizes = _admitted(writer, restored, files, options, released=released)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
         index = writer.lay_out(index, files, late_sizes, options.peer_chunk_bytes(restored))
         if options.owner is not None:
@@ -235,7 +247,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             options.sources.set_layout(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
-            schedule = Schedule(writer, options.load, urgent, _most_ahead(index, writer, options, files))
+            schedule = Schedule(writer, options.load, urgent, _most_ahead(index, writer) if released else math.inf)
             streams = Streams(
                 checkpoint.store,
                 index,
@@ -261,10 +273,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
         writer.finish(seal=options.owner is not None or not frees)
 
 
-def _most_ahead(index: WeightIndex, writer: RegionWriter, options: FetchOptions, files: Mapping[str, bytes]) -> float:
+def _most_ahead(index: WeightIndex, writer: RegionWriter) -> float:
     """Return how many bytes may come before the engine frees any: it frees none before it has been imported."""
-    if options.settings.host_weights != "release" or options.uploads is None or not options.uploads(files):
-        return math.inf
     from ..limits import memory_available_bytes
 
     here, available = writer.fetched_bytes, memory_available_bytes() - _SPARE_BYTES
@@ -273,10 +283,11 @@ def _most_ahead(index: WeightIndex, writer: RegionWriter, options: FetchOptions,
     return here + max(available // 2, UNRELEASED_BYTES + index.largest_tensor_bytes)
 
 
-def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None, *, on_gpu: bool = False) -> None:
+def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None, on_gpu: Callable[[], bool]) -> None:
     """Raise TooLargeError if the weights exceed the user's limit, or the region would not fit into free memory.
 
     Local files are mapped, and the kernel may drop their pages again, so they only count towards the limit.
+    ``on_gpu`` returns whether a GPU gets the weights: then the error says how the host can do without them.
     """
     if limit_mb is not None and total_bytes > limit_mb * 10**6:
         raise TooLargeError(
@@ -291,7 +302,7 @@ def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None, *, o
         raise TooLargeError(
             f"the weights need {_mb(needed)} of memory, but only {_mb(available)} are available; "
             "expected a smaller checkpoint or a larger container"
-            + (", or --host-weights release, which frees what the GPU has" if on_gpu else "")
+            + (", or --host-weights release, which frees what the GPU has" if on_gpu() else "")
         )
 
 

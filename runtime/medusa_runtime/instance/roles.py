@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
@@ -19,23 +18,10 @@ def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:
         imported(engine_kind(resources.settings.engine).fetch)(resources.region, resources.settings, timeline)
         return 0
     with timeline.stage("import"):
-        from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
-        from ..state.restore import BundleRestorer
-        from .uploads import uploads
+        from .engine_fetch import prefetch_for_engine
 
-    region, settings = resources.region, resources.settings
-    assert region is not None
-    assert settings.model is not None
-    bundle = BundleRestorer(settings, timeline)
-    prefetch(
-        region,
-        settings.model,
-        settings=settings,
-        timeline=timeline,
-        nice=BESIDE_IMPORTS,
-        bundle=bundle,
-        uploads=partial(uploads, settings),
-    )
+    assert resources.region is not None
+    prefetch_for_engine(resources.region, resources.settings, timeline)
     return 0
 
 

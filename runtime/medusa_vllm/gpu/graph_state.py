@@ -109,7 +109,7 @@ def begin_loading(driver: CudaDriver, runner: Any, blueprints: Blueprints) -> Ke
 
 
 class _Restored(NamedTuple):
-    """What a restore has made, which must live as long as the graphs."""
+    """The parts of a restore that must live as long as its graphs."""
 
     blueprints: Blueprints
     placement: Placement

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.load.upload.link import Copy
 from medusa_runtime.load.views import Views
-from medusa_runtime.region.file_range import FileRange
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -29,16 +28,6 @@ Arriving = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
 
 _AHEAD_BYTES = 512 << 20  # of the GPU's memory, for tensors that vLLM has not asked for yet
 _COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
-
-
-class StagingLink(Protocol):
-    """What is used of ``CudaLink``."""
-
-    def room_for(self, source: Tensor) -> Tensor | None: ...
-
-    def copy(self, target: Tensor, source: Tensor, *, urgent: bool, stored: FileRange | None = None) -> Copy: ...
-
-    def hand_over(self, tensor: Tensor) -> None: ...
 
 
 class _Coming(NamedTuple):
@@ -98,7 +87,7 @@ def tensors(region: Region, names: Iterable[str]) -> Iterator[tuple[str, Tensor]
 
 
 def uploaded(
-    region: Region, names: Sequence[str], *, link: StagingLink, release: bool = False
+    region: Region, names: Sequence[str], *, link: CudaLink, release: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the same as ``tensors``, but on the device. The next ones are copied meanwhile.
 
@@ -125,7 +114,7 @@ def uploaded(
         yield name, tensor
 
 
-def _begin(region: Region, link: StagingLink, name: str, source: Tensor, *, copies: bool) -> _Coming:
+def _begin(region: Region, link: CudaLink, name: str, source: Tensor, *, copies: bool) -> _Coming:
     room = link.room_for(source)
     if room is None:
         return _Coming(name, source.clone() if copies else source, None)

@@ -16,7 +16,7 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import TooLargeError
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.instance.uploads import uploads
+from medusa_runtime.instance.engine_fetch import uploads
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -75,7 +75,7 @@ def test_weights_larger_than_memory_go_through_it_to_a_gpu(
     data = {f"{n}": ("U8", [2 * MIB], os.urandom(2 * MIB)) for n in range(24)}
     origin.put("/m/model.safetensors", safetensors_file(data))
     origin.put("/m/config.json", b'{"architectures": ["LlamaForCausalLM"]}')
-    monkeypatch.setattr("medusa_runtime.instance.uploads.choose", lambda asked, environ: "cuda")
+    monkeypatch.setattr("medusa_runtime.instance.engine_fetch.choose", lambda asked, environ: "cuda")
     monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 16) * MIB)
     monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 4 * MIB)
     monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", 4 * MIB)
@@ -111,7 +111,7 @@ def test_weights_that_no_engine_frees_must_fit_into_memory(
     """An encoder's engine leaves them on the host, and `medusa fetch` has no engine: the fetch would wait for ever."""
     origin.put("/m/model.safetensors", safetensors_file({f"{n}": ("U8", [MIB], bytes(MIB)) for n in range(8)}))
     origin.put("/m/config.json", json.dumps({"architectures": architectures, "model_type": "bert"}).encode())
-    monkeypatch.setattr("medusa_runtime.instance.uploads.choose", lambda asked, environ: "cuda")
+    monkeypatch.setattr("medusa_runtime.instance.engine_fetch.choose", lambda asked, environ: "cuda")
     monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", MIB)
     monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 4) * MIB)
     with pytest.raises(TooLargeError, match=r"larger container$"):

@@ -1,4 +1,4 @@
-"""What the fake driver refuses, as CUDA's documentation says that a driver does."""
+"""The fake driver refuses the calls that CUDA's documentation forbids."""
 
 from __future__ import annotations
 

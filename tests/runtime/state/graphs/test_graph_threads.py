@@ -138,7 +138,7 @@ def test_a_context_that_breaks_in_a_check_leaves_nothing_running(driver: Watched
 
 
 def test_images_that_nobody_waits_for_are_not_loaded(driver: WatchedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a start finds too little memory for its graphs."""
+    """A start gives a bundle up if it finds too little memory for the graphs."""
     loads, closing, begun = list[str](), threading.Event(), threading.Semaphore(0)
     waits = Future.exception
 
