@@ -172,9 +172,7 @@ def test_a_word_that_breaks_the_context_leaves_its_graph_out(
     """Nothing is there in the third process, which ends. A fourth checks the others."""
     monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
     # Another process has made the dump and the blueprints already.
-    python(before=f'[ "$5" ] || {{ cp {made["astray path"]} "$3"; exit 0; }}')
-    out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
-    assert out is not None
+    out = capture_from(made["astray path"], python, tmp_path)
     (pinned,) = made["astray"]["pinned"]
     assert f"another process goes on without {pinned}, which ended this one: {_BROKE}" in caplog.text
     assert f"{pinned}: a restored CUDA graph broke the context" in caplog.text
@@ -200,9 +198,7 @@ def test_a_piece_that_breaks_the_context_leaves_its_batch_out(
     assert len(batch) == 2
     graphs = [astray(graph) if graph.key == batch[0] else graph for graph in unchecked.graphs]
     save_blueprints(replace(unchecked, graphs=tuple(graphs)), tmp_path / "made")
-    python(pieces=True, before=f'[ "$5" ] || {{ cp {tmp_path}/made "$3"; exit 0; }}')
-    out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
-    assert out is not None
+    out = capture_from(tmp_path / "made", python, tmp_path, pieces=True)
     assert f"another process goes on without {', '.join(batch)}, which ended this one: {_BROKE}" in caplog.text
     checked = decode_blueprints(out.read_bytes())
     assert len(checked.graphs) == len(unchecked.graphs) - 2
@@ -218,15 +214,21 @@ def test_graphs_with_which_a_request_breaks_the_context_are_left_out(
 ) -> None:
     """All of them, since nothing says which one did. A fourth process answers the requests without them."""
     monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
-    python(breaks=True, before=f'[ "$5" ] || {{ cp {made["path"]} "$3"; exit 0; }}')
-    out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
-    assert out is not None
+    out = capture_from(made["path"], python, tmp_path, breaks=True)
     keys = sorted(graph.key for graph in decode_blueprints(Path(made["path"]).read_bytes()).graphs)
     checked = decode_blueprints(out.read_bytes())
     assert checked.graphs == ()
     assert sorted(checked.refused) == keys
     assert len([line for line in caplog.messages if line.startswith("another process goes on without")]) == 1
     assert "not all kernels of first requests" not in caplog.text
+
+
+def capture_from(made: str | Path, python: Callable[..., None], folder: Path, **options: bool) -> Path:
+    """Capture for the bundle in processes of which the first returns what was ``made``."""
+    python(before=f'[ "$5" ] || {{ cp {made} "$3"; exit 0; }}', **options)
+    out = graph_capture.capture("m", Settings(engine="vllm"), folder)
+    assert out is not None
+    return out
 
 
 def astray(graph: GraphBlueprint) -> GraphBlueprint:
