@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from medusa_handler.openai import ranking
+from medusa_handler.openai.embeddings import usage
 from medusa_runtime.engine.base import Embedding
 
 WIDTH = 1024
@@ -23,11 +24,11 @@ def test_vectors_are_numbers_one_at_a_time(monkeypatch: pytest.MonkeyPatch, quer
     service: Any = SimpleNamespace(model=SimpleNamespace(wait_info=lambda is_disconnected: info))
     tracemalloc.start()
     try:
-        scores, usage = ranking._fits(service, {}, ["a"] * queries, ["b"] * 256, lambda: False)
+        scores, vectors = ranking._fits(service, {}, ["a"] * queries, ["b"] * 256, lambda: False)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 32 * 2 * WIDTH * 4, "of two vectors"
-    assert usage["total_tokens"] == queries + 256
+    assert usage(vectors)["total_tokens"] == queries + 256
     same = [scores[number] == pytest.approx(1.0) for number in range(256)]
     assert same == [(number if queries > 1 else 0) % 3 == (queries + number) % 3 for number in range(256)]
