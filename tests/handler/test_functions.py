@@ -237,11 +237,26 @@ def test_errors_of_user_code(serve: Serve) -> None:
 
 def test_a_response_that_http_cannot_carry_keeps_no_place(serve: Serve) -> None:
     served = serve(handler="unsendable/handler.py:handle", max_concurrency=1, hold_s=5)
-    for what in (b"status", b"long status", b"header", b"name", b"length"):
+    for what in (b"status", b"long status", b"header", b"name", b"length", b"negative"):
         assert served.request("POST", "/", what, TEXT)[0] == 500, what
         assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok"), what
     assert "ValueError: the function returned the status 99; expected" in served.output()
     assert "ValueError: the function returned the header 'X-A'" in served.output()
+
+
+def test_a_response_says_how_long_its_own_body_is(serve: Serve) -> None:
+    """A function that passes on another server's headers gives the length of a body that was compressed."""
+    served = serve(handler="unsendable/handler.py:handle", max_concurrency=1, hold_s=5)
+    for what in (b"too long", b"too short", b"flask", b"right stream"):
+        status, answer, headers = served.request("POST", "/", what, TEXT)
+        assert (status, answer, headers["content-length"]) == (200, b"all of it", "9"), what
+    assert served.request("POST", "/", b"error", TEXT)[:2] == (500, {"error": "all of it"})
+    with pytest.raises(http.client.IncompleteRead):  # not the beginning of the next response
+        served.request("POST", "/", b"short stream", TEXT)
+    assert served.request("POST", "/", b"long stream", TEXT)[1] == b"all"
+    assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok")
+    assert "returned a body of 9 bytes with the header Content-Length: 100" in served.output()
+    assert "returned a body of 9 bytes with the header Content-Length: 3" in served.output()
 
 
 def test_sys_exit_ends_its_own_request_alone(serve: Serve) -> None:

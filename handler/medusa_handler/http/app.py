@@ -179,7 +179,9 @@ def _error(service: Service, error: Exception) -> Response:
         body = {"error": known.message}
         if isinstance(error, InvalidBodyError):
             body["fields"] = error.fields
-    return Response(compact(body), known.status, known.headers, content_type="application/json")
+    response = Response(compact(body), known.status, known.headers, content_type="application/json")
+    response.content_length = response.calculate_content_length() or 0  # an HttpError may have another server's
+    return response
 
 
 def _is_model_route(service: Service, path: str) -> bool:

@@ -39,9 +39,9 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
     Raises TypeError or ValueError for a result that cannot be sent.
     """
     if isinstance(result, flask.Response):
-        return result
+        return _sendable(result, request)
     if isinstance(result, WerkzeugResponse):
-        return flask.Response(result.response, result.status, result.headers)
+        return _sendable(flask.Response(result.response, result.status, result.headers), request)
     status, headers, content_type = 200, {}, None
     if isinstance(result, Response):
         status, headers, content_type = result.status, dict(result.headers), result.content_type
@@ -49,7 +49,7 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
             pieces = cast("Iterator[str | bytes]", result.body)
             response = flask.Response(_pieces(pieces), status, headers, content_type=content_type)
             response.call_on_close(getattr(pieces, "close", lambda: None))
-            return _sendable(response)
+            return _sendable(response, request)
         result = result.body
     elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
         status, headers = result[1], dict(result[2]) if len(result) == 3 else {}
@@ -67,21 +67,50 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
     if content_type is not None:
         response.content_type = content_type
     response.headers.update(headers)
-    return _sendable(response)
+    return _sendable(response, request)
 
 
-def _sendable(response: flask.Response) -> flask.Response:
+def _sendable(response: flask.Response, request: Request) -> flask.Response:
     """Return ``response``. Raises ValueError if HTTP cannot carry its status or a header (RFC 9110, sections 5, 15)."""
     problem = ""
+    length = response.headers.get("Content-Length", "0")
     if not 200 <= response.status_code <= 999:
         problem = f"the status {response.status_code}; expected a number from 200 to 999"
     for name, value in response.headers:
         if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
             problem = f"the header {name!r}, which HTTP cannot carry; expected Latin-1 without control characters"
+    if not (length.isascii() and length.isdigit()):
+        problem = f"the header Content-Length: {length!r}; expected a number of bytes, or no such header"
     if problem:
         response.close()
         raise ValueError(f"the function returned {problem}")
+    if "Content-Length" in response.headers and request.method != "HEAD":
+        _correct_length(response, int(length))
     return response
+
+
+def _correct_length(response: flask.Response, length: int) -> None:
+    """Have a response's length say how long its body is.
+
+    A function may pass on another server's headers with a body that it has decompressed. With a length that is too
+    large, the client would take the next response on its connection for the rest of this one.
+    """
+    if response.is_sequence:
+        response.content_length = response.calculate_content_length() or 0
+    elif not response.direct_passthrough:
+        pieces = response.response
+        response.response = _measured(response.iter_encoded(), length)
+        response.call_on_close(getattr(pieces, "close", lambda: None))
+
+
+def _measured(pieces: Iterable[bytes], length: int) -> Iterator[bytes]:
+    """Yield a body piece by piece. Raises ValueError, so that the connection is closed, if it has another length."""
+    sent = 0
+    for piece in pieces:
+        sent += len(piece)
+        yield piece
+    if sent != length:
+        raise ValueError(f"the function returned a body of {sent} bytes with the header Content-Length: {length}")
 
 
 def _is_stream(result: Any) -> bool:

@@ -1,4 +1,11 @@
-from medusa_handler import Response
+import flask
+from medusa_handler import HttpError, Response
+
+
+def length(count):
+    """Return headers as they come from a server that compresses: they say how long another body is."""
+    return {"Content-Length": str(count)}
+
 
 RESULTS = {
     "ok": "ok",
@@ -6,9 +13,21 @@ RESULTS = {
     "long status": ("", 1_000_000),
     "header": ("", 200, {"X-A": "→"}),
     "name": Response("", headers={"a b": ""}),
-    "length": ("", 200, {"Content-Length": "many"}),
+    "length": ("", 200, length("many")),
+    "negative": ("", 200, length(-1)),
+    "too long": lambda: ("all of it", 200, length(100)),
+    "too short": lambda: ("all of it", 200, length(3)),
+    "flask": lambda: flask.Response("all of it", headers=length(100)),
+    "error": lambda: HttpError(500, "all of it", length(100)),
+    "right stream": lambda: Response(iter(["all ", "of it"]), headers=length(9)),
+    "short stream": lambda: Response(iter(["all ", "of it"]), headers=length(100)),
+    "long stream": lambda: Response(iter(["all ", "of it"]), headers=length(3)),
 }
 
 
 def handle(request):
-    return RESULTS[request.text]
+    result = RESULTS[request.text]
+    result = result() if callable(result) else result
+    if isinstance(result, HttpError):
+        raise result
+    return result
