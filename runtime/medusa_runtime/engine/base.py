@@ -15,10 +15,15 @@ class StructuredOutputs(NamedTuple):
     """The form that generated text must have. ``kind`` says what ``text`` is: json_schema, regex, choice or grammar.
 
     The text of a choice is a JSON list of strings, that of a grammar is Lark or GBNF.
+
+    With a ``closing`` tag, all text up to this tag is free, and the form begins behind it. With an ``opening`` tag, too,
+    there is free text only if the generated text begins with that tag.
     """
 
     kind: str
     text: str
+    opening: str = ""
+    closing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class GrammarProcess:
         return str(self._open(form, _NOT_KEPT, wanted)["error"])
 
     def _open(self, form: StructuredOutputs, number: int, wanted: Callable[[], bool]) -> Frame:
-        frame = {"type": "open", "number": number, "kind": form.kind, "text": form.text}
+        frame = {"type": "open", "number": number, "form": form}
         with self._quick.lock:
             if not self._hello_received:
                 self._openings.settimeout(_START_S)

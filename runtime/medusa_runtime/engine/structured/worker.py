@@ -5,7 +5,7 @@ second, during which the engine could make no tokens. Also, grammars come from c
 time and memory.
 
     hello {error}                                  sent once the vocabulary is read
-    open {number, kind, text}                      → opened {error, warnings}, or slow {}
+    open {number, form}                            → opened {error, warnings}, or slow {}
     step {rows: [[number, tokens, end_token_ids]], closed: […]} → masks {states: [[stopped, error]]}
 
 There are three sockets: one for steps, one on which grammars are opened, and one for those that took too long there,
@@ -139,7 +139,8 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, compile_grammar(form), log_level=0, limits=limits)  # releases Python's lock
+        grammar = compile_grammar(form, self._tokenizer)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)  # releases Python's lock
 
     def step(
         self, rows: list[tuple[int, list[int], list[int]]], masks: memoryview, row_bytes: int
@@ -224,7 +225,7 @@ def _vocabulary(text: str, task: Task) -> Any:
 def _open(connection: socket.socket, grammars: Grammars, cpu_s: float) -> None:
     reader = FrameReader(connection)
     while (frame := reader.read()) is not None:
-        form = StructuredOutputs(frame["kind"], frame["text"])
+        form = StructuredOutputs(*frame["form"])
         connection.sendall(pack(grammars.open(frame["number"], form, cpu_s)))
 
 

@@ -88,3 +88,42 @@ def test_a_trial_that_got_no_cpu_time_is_repeated(trials: list[Trial], monkeypat
     assert "more than 3 s" in grammars.open(1, good)["error"]
     monkeypatch.setattr("medusa_runtime.engine.structured.trial._WAIT_S", 20.0)
     assert not grammars.open(1, good)["error"]
+
+
+FORMS = [
+    (StructuredOutputs("json_schema", '{"type": "object", "required": ["a"], "additionalProperties": false,'
+                       ' "properties": {"a": {"type": "integer"}}}'), '{"a": 12}'),
+    (StructuredOutputs("regex", "[0-9]{3}"), "123"),
+    (StructuredOutputs("choice", '["yes", "no"]'), "no"),
+    (StructuredOutputs("grammar", 'start: "x" other\nother: "y"'), "xy"),
+    (StructuredOutputs("grammar", 'root ::= "x" ("y" | "z")'), "xz"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [(), ("<think>", "</think>"), ("</think>",)])
+@pytest.mark.parametrize(("form", "text"), FORMS)
+def test_a_form_begins_behind_the_closing_tag(tokens: tuple[str, ...], form: StructuredOutputs, text: str) -> None:
+    """A tag may be one token, which llguidance then takes for a special one, or text in several tokens."""
+    from engine_fixtures import byte_level_tokenizer
+
+    written = byte_level_tokenizer()
+    written.add_tokens(list(tokens))
+    grammars = Grammars(llguidance.LLTokenizer(written.to_str()))
+
+    def fits(form: StructuredOutputs, text: str) -> bool:
+        assert grammars.open(1, form) == {"type": "opened", "error": "", "warnings": []}
+        matcher = grammars._matchers[1]
+        taken = matcher.consume_tokens(written.encode(text, add_special_tokens=False).ids)
+        return bool(taken and matcher.is_accepting())
+
+    inside = form._replace(closing="</think>")
+    assert fits(inside, f"One </thin\n € line. </think>{text}")
+    assert fits(inside, f"</think>{text}")
+    assert not fits(inside, text)
+    assert not fits(inside, f"a</think>b</think>{text}")
+    assert not fits(inside, f"a</think>{text}b")
+    before = inside._replace(opening="<think>")
+    assert fits(before, text)
+    assert fits(before, f"<think>\n</think>{text}")
+    assert not fits(before, f"a</think>{text}")
+    assert not fits(before, "<think>a")

@@ -112,7 +112,7 @@ def test_nothing_invalid_is_allowed() -> None:
     checked = 0
     for file, description, schema, instances in SUITE:
         try:
-            grammar = compile_grammar(StructuredOutputs("json_schema", json.dumps(schema)))
+            grammar = compile_grammar(StructuredOutputs("json_schema", json.dumps(schema)), tokenizer)
         except ValueError:
             continue
         fresh = LLMatcher(tokenizer, grammar, log_level=0)
