@@ -22,6 +22,7 @@ GRAPHS = ("auto", "capture", "restore")
 ACCESS_LOGS = ("off", "text", "json")
 TRACES = ("off", "otlp")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
+REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "none")
 VLLM_MODES = ("auto", "compatible")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
@@ -48,6 +49,7 @@ class Settings:
     trust_key: str | None = None
     served_model_name: str | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     lora_modules: str | None = None
     max_loras: int = 8
     max_lora_rank: int = 64
@@ -337,6 +339,11 @@ OPTIONS = (
         "how the model writes tool calls; auto: as its chat template says",
     ),
     Option(
+        "reasoning_parser",
+        OneOf(*REASONING_PARSERS),
+        "how the model writes its reasoning; auto: as its chat template says; none: it stays in the answer",
+    ),
+    Option(
         "lora_modules",
         _lora_modules,
         "NAME=URL[,NAME=URL]: LoRA adapters of the model, by the names that requests give as their model",
@@ -454,13 +461,17 @@ def require_handler(settings: Settings) -> None:
         raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
 
 
-def require_torch_for_adapters(settings: Settings) -> None:
-    """Raise ConfigError for adapters with another engine than torch."""
-    if (settings.lora_modules or settings.allow_lora) and settings.engine != "torch":
+def check_engine(settings: Settings) -> None:
+    """Raise ConfigError for settings that the engine does not have, or has in a form of its own."""
+    require_handler(settings)
+    engine, parser = settings.engine, settings.reasoning_parser
+    if (settings.lora_modules or settings.allow_lora) and engine != "torch":
         raise ConfigError(
-            f"--lora-modules and --allow-lora need --engine torch, found --engine {settings.engine}; vLLM takes "
-            "adapters as -- --enable-lora --lora-modules name=path"
+            f"--lora-modules and --allow-lora need --engine torch, found --engine {engine}; vLLM takes adapters as "
+            "-- --enable-lora --lora-modules name=path"
         )
+    if engine == "vllm" and parser not in ("auto", "none"):
+        raise ConfigError(f"--reasoning-parser: with --engine vllm, expected vLLM's: -- --reasoning-parser {parser}")
 
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

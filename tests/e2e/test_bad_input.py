@@ -56,6 +56,11 @@ def test_nobody_listens_at_the_store(start: Start) -> None:
     refused(start("--model", f"http://127.0.0.1:{port}/model"), "Storage.Unreachable", str(port))
 
 
+def test_a_reasoning_parser_that_is_vllms_affair(start: Start, example: Path) -> None:
+    serving = start("--model", example, "--engine", "vllm", "--reasoning-parser", "qwen3")
+    refused(serving, "--engine vllm", "-- --reasoning-parser qwen3")
+
+
 def test_an_unknown_scheme(start: Start) -> None:
     refused(start("--model", "gopher://host/model"), "gopher", "s3")
 

@@ -55,7 +55,12 @@ _OTHERS = (
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": _or_null({"type": "string"})},
+    "properties": {
+        "role": {"type": "string"},
+        "content": _or_null({"type": "string"}),
+        "reasoning": _or_null({"type": "string"}),
+        "reasoning_content": _or_null({"type": "string"}),
+    },
 }
 _CHAT_OTHERS = (
     *("tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
@@ -81,6 +86,7 @@ _CHAT = {
         "max_completion_tokens": _or_null(_COUNT),
         "add_generation_prompt": _FLAG,
         "continue_final_message": _FLAG,
+        "include_reasoning": _FLAG,
         **_SAMPLING,
         **dict.fromkeys((*_OTHERS, *_CHAT_OTHERS), _ANY),
     },
@@ -89,16 +95,21 @@ _CHAT = {
 _LONG_COUNT = _COUNT | {"maximum": 2**63 - 1}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
 _CALL_ID = {"type": "string"}
-_PART_LIST = {
-    "type": "array",
-    "items": {
+
+
+def _texts(*kinds: str) -> dict[str, Any]:
+    """A text, or a list of parts of these kinds."""
+    part = {
         "type": "object",
         "required": ["type", "text"],
-        "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
         "additionalProperties": False,
-    },
-}
-_CONTENT = {"anyOf": [{"type": "string"}, _PART_LIST]}
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+_CONTENT = _texts("input_text", "output_text")
+_REASONING = _or_null(_texts("reasoning_text", "summary_text"))
 
 
 def _item(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
@@ -115,6 +126,7 @@ _ITEM = {
         _item(
             {"type": {"const": "function_call"}, "call_id": _CALL_ID, "name": _NAME, "arguments": {"type": "string"}}
         ),
+        _item({"type": {"const": "reasoning"}}, content=_REASONING, summary=_REASONING),
         _item({"type": {"const": "function_call_output"}, "call_id": _CALL_ID, "output": _CONTENT}),
     ]
 }
@@ -127,6 +139,7 @@ _RESPONSE = {
         "max_output_tokens": _or_null(_LONG_COUNT),
         "max_tool_calls": _or_null(_LONG_COUNT),
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, "maximum": 20}),
+        "include_reasoning": _FLAG,
         "truncation": {"enum": ["auto", "disabled", None]},
         **{name: schema for name, schema in _SAMPLING.items() if name not in ("n", "max_tokens", "stream_options")},
         **dict.fromkeys(

@@ -11,6 +11,7 @@ from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
 from ..faults import ApiError, retry_after
 from ..logprob_budget import LogprobBudget
+from .reasoning import ReasoningParser
 
 _MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a prompt
 
@@ -19,10 +20,15 @@ _MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a
 class Choice:
     """The text and tokens that one sequence has produced so far.
 
-    ``offset`` is where the next token begins in the text of a stream's tokens.
+    With a ``parser``, ``text`` is what comes behind the reasoning, and ``is_reasoning`` says whether the last delta was
+    a part of the reasoning, with its tags. ``offset`` is where the next token begins in the text of a stream's tokens.
     """
 
+    parser: ReasoningParser | None = None
     text: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    is_reasoning: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     offset: int = 0
@@ -33,7 +39,7 @@ class Choice:
     counted: int = 0
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
+        self._add_text(delta)
         self.logprobs.extend(delta.logprobs)
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -42,9 +48,26 @@ class Choice:
         self.counted += len(delta.token_ids)
         self.completion_tokens = max(self.counted, delta.completion_tokens)
 
+    def _add_text(self, delta: Delta) -> None:
+        if self.parser is None:
+            self.text += delta.text
+            return
+        was_inside = self.parser.inside
+        reasoning, text = self.parser.push(delta.text, last=delta.finish_reason is not None)
+        self.reasoning += reasoning
+        self.text += text
+        self.is_reasoning = was_inside or self.parser.inside
+        if was_inside and self.parser.inside:  # none of the tags, which are one token each where models reason
+            self.reasoning_tokens += len(delta.token_ids)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the text has come that is no reasoning."""
+        return self.parser is None or self.parser.ended
+
     def forget(self) -> None:
         """Forget the text and log-probabilities so far, which a stream has sent."""
-        self.text = ""
+        self.text = self.reasoning = ""
         self.logprobs.clear()
         self.prompt_logprobs = None
 
@@ -122,7 +145,7 @@ class Envelope:
     formatter: ChoiceFormatter
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[dict[str, Any]], beside: dict[str, Any], used: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[dict[str, Any]], beside: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
         """Return a whole answer. ``used`` is its end, where a gateway finds it without reading the rest."""
         return self._object(self.formatter.object, choices) | beside | {"usage": used}
 
@@ -139,8 +162,11 @@ class Envelope:
         }
 
 
-def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, int]:
+def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     """Count an answer's tokens. A prompt counts once, however many sequences (``per_prompt``) continue it."""
     prompt = sum(max(c.prompt_tokens for c in choices[i : i + per_prompt]) for i in range(0, len(choices), per_prompt))
     completion = sum(choice.completion_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    if all(choice.parser is None for choice in choices):
+        return used
+    return used | {"completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in choices)}}

@@ -20,6 +20,7 @@ from .body import fields, parameters
 from .body.output_constraint import OutputConstraint, output_constraint
 from .body.parameters import Body
 from .generation_response import GenerationPlan, respond
+from .reasoning import Reasoning, reasoning_of
 from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
@@ -100,9 +101,14 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     scored = parameters.prompt_logprob_count(body)
-    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
-    params = _with_form(params, constraint, parsed=parser is not None)
     prompt = template.render(messages, arguments)
+    continued = messages[-1]["content"] if arguments["continue_final_message"] else None
+    reasoning = _reasoning(service, template, prompt, constraint, is_disconnected, continued)
+    shows_reasoning = parameters.flag(body, "include_reasoning", True)
+    if reasoning is not None and not shows_reasoning:
+        logprobs = None  # its tokens would show it
+    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
+    params = _with_form(params, constraint, reasoning, parsed=parser is not None)
     # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
     name = f"chatcmpl-{os.urandom(16).hex()}"
@@ -111,13 +117,13 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
     requests = _with_adapter(service, model, requests)
     named = tools.choice == "named"
-    envelope = Envelope(name, model, chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored))
+    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored, shows_reasoning)
+    envelope = Envelope(name, model, formatter)
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return respond(
-        service, GenerationPlan(requests, envelope, count, count, stream, *_usage(body), names), is_disconnected
-    )
+    plan = GenerationPlan(requests, envelope, count, count, stream, *_usage(body), names, reasoning)
+    return respond(service, plan, is_disconnected)
 
 
 def create_response(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
@@ -134,7 +140,6 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     params = parameters.sampling(body, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
-    params = _with_form(params, constraint, parsed=parser is not None)
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
     special = parameters.flag(body, "add_special_tokens", False)
 
@@ -149,16 +154,24 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     if asked.truncates:
         limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
         messages = truncate(messages, lambda kept: _fits(service, render(kept), special, limit))
+    prompt = render(messages)
+    reasoning = _reasoning(service, template, prompt, constraint, is_disconnected)
+    params = _with_form(params, constraint, reasoning, parsed=parser is not None)
     name = f"resp_{os.urandom(16).hex()}"
-    requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", render(messages), params, special)])
-    output = Output(None if parser is None else parser(), parallel=tools.parallel, alternatives=asked.alternatives)
+    requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
+    output = Output(
+        None if parser is None else parser(),
+        parallel=tools.parallel,
+        alternatives=asked.alternatives,
+        shows_reasoning=asked.shows_reasoning,
+    )
     head = {"id": name, "object": "response", "model": model, **asked.shown}
     try:
         compact(head)
     except RecursionError:
         raise invalid("tools", "objects of less depth", "ones that are nested too deeply") from None
     names = {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
-    plan = ResponsePlan(requests[0], head, output, asked.streams, names | _field_names(constraint))
+    plan = ResponsePlan(requests[0], head, output, asked.streams, names | _field_names(constraint), reasoning)
     return respond(service, plan, is_disconnected)
 
 
@@ -275,12 +288,33 @@ def _forced_constraint(body: Body, tools: Tools, requested: OutputConstraint | N
     return OutputConstraint(forced, "tools")
 
 
-def _with_form(params: SamplingParams, constraint: OutputConstraint | None, *, parsed: bool) -> SamplingParams:
+def _reasoning(
+    service: Service,
+    template: ChatTemplate,
+    prompt: str,
+    constraint: OutputConstraint | None,
+    is_disconnected: Callable[[], bool],
+    continued: str | None = None,
+) -> Reasoning | None:
+    """Return how the answer begins, if its reasoning is to be told from the rest."""
+    if service.can_relay:  # the engine's own server has a parser for it
+        return None
+    found = reasoning_of(service.settings.reasoning_parser, template.source, prompt, continued)
+    if found is None or constraint is None or service.model.wait_info(is_disconnected).engine == "torch":
+        return found
+    return found._replace(place="behind")  # other engines' forms begin at once, in a cluster with vLLM's workers
+
+
+def _with_form(
+    params: SamplingParams, constraint: OutputConstraint | None, reasoning: Reasoning | None, *, parsed: bool
+) -> SamplingParams:
     """Return the parameters for an answer of this form; with ``parsed``, calls are looked for in its text."""
-    if constraint is not None:
-        return replace(params, structured_outputs=constraint.outputs)
-    # What marks a call may be a special token.
-    return replace(params, skip_special_tokens=False) if parsed else params
+    form = None if constraint is None else constraint.outputs
+    if form is not None and reasoning is not None:
+        form = reasoning.before(form)
+    # What marks a call or the reasoning may be a special token.
+    marked = (parsed and form is None) or (reasoning is not None and reasoning.place != "behind")
+    return replace(params, structured_outputs=form, skip_special_tokens=params.skip_special_tokens and not marked)
 
 
 def _check_shown(template: ChatTemplate, given: Mapping[str, Any]) -> None:

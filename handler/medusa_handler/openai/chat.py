@@ -22,15 +22,27 @@ def messages(body: Body) -> list[dict[str, Any]]:
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise invalid("messages", "a list of at least one message", value)
-    found = []
+    found: list[dict[str, Any]] = []
     for number, message in enumerate(value):
         name = f"messages[{number}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise invalid(name, "an object with a role", message)
         if message.get("content") is None and message["role"] != "assistant":
             raise invalid(f"{name}.content", "text or a list of parts", None)
-        found.append({**message, "content": _text(message.get("content"), f"{name}.content")})
+        text = _text(message.get("content"), f"{name}.content")
+        found.append({**message, **_reasoning(message, name), "content": text})
     return found
+
+
+def _reasoning(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the reasoning of an earlier answer under both of its names: templates differ in which they read."""
+    for field_name in ("reasoning", "reasoning_content"):
+        value = message.get(field_name)
+        if value is not None and not isinstance(value, str):
+            raise invalid(f"{name}.{field_name}", "text", value)
+        if value is not None:
+            return {"reasoning": value, "reasoning_content": value}
+    return {}
 
 
 def _text(content: Any, name: str) -> str:
@@ -91,7 +103,8 @@ class ChatFormatter:
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
     calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.
-    ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens.
+    ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens. Unless ``shows_reasoning``, the
+    answer leaves the reasoning out.
     """
 
     logprobs: int | None
@@ -99,6 +112,7 @@ class ChatFormatter:
     parallel: bool = True
     named: bool = False
     prompt_logprobs: int | None = None
+    shows_reasoning: bool = True
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _streams: dict[int, _CallParsing] = field(default_factory=dict)
@@ -106,7 +120,9 @@ class ChatFormatter:
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         reason = choice.finish_reason
-        if self.parser is not None:
+        if choice.parser is not None:
+            message["reasoning"] = (choice.reasoning or None) if self.shows_reasoning else None
+        if self.parser is not None and choice.is_answering:
             parsing = _CallParsing(self.parser(), self.parallel)
             found = parsing.take(choice.text, last=True)
             if found.calls:
@@ -114,6 +130,8 @@ class ChatFormatter:
                 reason = self._reason(reason, parsing)
             else:
                 message["content"] = found.content
+        if choice.reasoning:
+            message["content"] = message["content"] or None
         return {
             "index": index,
             "message": message,
@@ -136,18 +154,23 @@ class ChatFormatter:
 
     def chunks(self, index: int, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         logprobs = None if self.logprobs is None else chat_logprobs(delta.logprobs, self.logprobs)
-        last = delta.finish_reason is not None
+        last, reason = delta.finish_reason is not None, delta.finish_reason
+        content: dict[str, Any] = {}
+        if choice.reasoning and self.shows_reasoning:
+            content["reasoning"] = choice.reasoning
         if self.parser is None:
-            content: dict[str, Any] = {"content": delta.text} if delta.text or not last else {}
-            return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}]
-        if index not in self._streams:
-            self._streams[index] = _CallParsing(self.parser(), self.parallel)
-        parsing = self._streams[index]
-        found = parsing.take(delta.text, last=last)
-        content = {"content": found.content} if found.content else {}
-        if found.calls:
-            content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
-        reason = self._reason(delta.finish_reason, parsing)
+            if choice.text or (choice.parser is None and not last):
+                content["content"] = choice.text
+        elif choice.is_answering:
+            if index not in self._streams:
+                self._streams[index] = _CallParsing(self.parser(), self.parallel)
+            parsing = self._streams[index]
+            found = parsing.take(choice.text, last=last)
+            if found.content:
+                content["content"] = found.content
+            if found.calls:
+                content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
+            reason = self._reason(reason, parsing)
         return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}]
 
     def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:

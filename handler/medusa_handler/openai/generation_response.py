@@ -17,6 +17,7 @@ from ..logprob_budget import LogprobBudget
 from ..merge import Item
 from ..model.generation import Generation
 from .answer import Choice, Envelope, LogprobLimit, usage
+from .reasoning import Reasoning
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -75,7 +76,10 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What to generate: ``per_prompt`` sequences for each prompt, of which the best ``keep`` are returned."""
+    """What to generate: ``per_prompt`` sequences for each prompt, of which the best ``keep`` are returned.
+
+    ``reasoning`` is how they begin, if it is to be told from their text.
+    """
 
     requests: list[GenerateRequest]
     envelope: Envelope
@@ -85,6 +89,7 @@ class GenerationPlan:
     include_usage: bool
     usage_in_chunks: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
 
     def answer(self, budget: LogprobBudget) -> Answer:
         return _Choices(self, budget)
@@ -97,7 +102,7 @@ class _Choices:
         self._plan = plan
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
-        self._choices = [Choice() for _ in plan.requests]
+        self._choices = [Choice(plan.reasoning and plan.reasoning.parser()) for _ in plan.requests]
         self._logprobs = LogprobLimit("logprobs", _TOO_MANY, budget)
 
     @property

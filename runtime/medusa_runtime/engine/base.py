@@ -16,8 +16,8 @@ class StructuredOutputs(NamedTuple):
 
     The text of a choice is a JSON list of strings, that of a grammar is Lark or GBNF.
 
-    With a ``closing`` tag, all text up to this tag is free, and the form begins behind it. With an ``opening`` tag, too,
-    there is free text only if the generated text begins with that tag.
+    With a ``closing`` tag, all text up to this tag is free, and the form begins behind it. With an ``opening`` tag as
+    well, there is free text only if the generated text begins with that tag.
     """
 
     kind: str

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..config import NODE_SOCKET, Settings, require_handler, require_torch_for_adapters
+from ..config import NODE_SOCKET, Settings, check_engine
 from ..errors import EngineError, from_code
 from ..liveness import LOOK_S, Watchdog
 from ..process import share_cores
@@ -49,8 +49,7 @@ Function = Callable[[socket.socket, InstanceHandle, Settings], int]
 
 def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status. Raises the error that ended the instance."""
-    require_handler(settings)
-    require_torch_for_adapters(settings)
+    check_engine(settings)
     make_room_for_files()
     timeline = Timeline.create("supervisor")
     timeline.record("exec", process_start_ns(), time.monotonic_ns())

@@ -26,15 +26,19 @@ _SAMPLING = _names(
     "structured_outputs"
 )
 # The engine's own server answers them, where there is one.
-OF_RELAYING_ENGINES = _names("prompt_logprobs allowed_token_ids bad_words")
+OF_RELAYING_ENGINES = _names("prompt_logprobs allowed_token_ids bad_words include_reasoning")
 _TEMPLATE = _names(
     "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
 )
 COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
-CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls"}
+CHAT = (
+    _SAMPLING
+    | _TEMPLATE
+    | _names("max_completion_tokens top_logprobs tool_choice parallel_tool_calls include_reasoning")
+)
 RESPONSES = (_SAMPLING - _names("n max_tokens logprobs prompt_logprobs response_format")) | _names(
     "input instructions tools tool_choice parallel_tool_calls text reasoning max_output_tokens top_logprobs include "
-    "truncation max_tool_calls chat_template_kwargs"
+    "truncation max_tool_calls chat_template_kwargs include_reasoning"
 )
 REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
@@ -90,8 +94,8 @@ REFUSED: dict[str, Refusal] = {
     "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),
     "truncation_side": Refusal("prompts are not cut; shorten it"),
     "spaces_between_special_tokens": Refusal("special tokens are written as the tokenizer writes them", (True,)),
-    "include_reasoning": Refusal("reasoning is not told from the rest of an answer", (True,)),
-    "thinking_token_budget": Refusal("reasoning is not told from the rest of an answer"),
+    "include_reasoning": Refusal("a chat's reasoning is told from its answer, a completion's is not", (True,)),
+    "thinking_token_budget": Refusal("only the whole answer has a limit, with its reasoning"),
     "verbosity": Refusal("no model here has it; say it in the messages", ("medium",)),
     "modalities": Refusal("the model writes text only", (["text"],)),
     "audio": _MEDIA,
@@ -147,7 +151,7 @@ REFUSED_FOR_RESPONSES = REFUSED | {
     "enable_response_messages": Refusal("the prompt is not part of an answer"),
     "previous_input_messages": Refusal("send them as input"),
 }
-_NO_SUMMARY = Refusal("reasoning is not told from the rest of an answer, so there is no summary of it")
+_NO_SUMMARY = Refusal("the reasoning is shown as it is, without a summary")
 REFUSED_REASONING = {
     "summary": _NO_SUMMARY,
     "generate_summary": _NO_SUMMARY,

@@ -14,6 +14,7 @@ from ...http import sse
 from ...logprob_budget import LogprobBudget
 from ..answer import Choice, LogprobLimit
 from ..generation_response import Answer
+from ..reasoning import Reasoning
 from .output import Event, Output
 
 # The codes that a response's error may have.
@@ -31,20 +32,21 @@ class ResponsePlan:
     output: Output
     streams: bool
     names: Mapping[str, str] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
 
     @property
     def requests(self) -> list[GenerateRequest]:
         return [self.request]
 
     def answer(self, budget: LogprobBudget) -> Answer:
-        return _ResponseAnswer(self.head, self.output, budget)
+        return _ResponseAnswer(self, budget)
 
 
 class _ResponseAnswer:
-    def __init__(self, head: Mapping[str, Any], output: Output, budget: LogprobBudget) -> None:
-        self._head = head
-        self._output = output
-        self._choice = Choice()
+    def __init__(self, plan: ResponsePlan, budget: LogprobBudget) -> None:
+        self._head = plan.head
+        self._output = plan.output
+        self._choice = Choice(plan.reasoning and plan.reasoning.parser())
         self._logprobs = LogprobLimit("top_logprobs", _TOO_MANY, budget)
         self._created = int(time.time())
         self._events = 0
@@ -89,9 +91,9 @@ class _ResponseAnswer:
 
     def _add(self, delta: Delta) -> Iterator[Event]:
         self._choice.add(delta)
-        self._choice.forget()  # the output keeps them
         self._logprobs.add(delta)
-        return self._output.add(delta)
+        yield from self._output.add(self._choice)
+        self._choice.forget()  # the output keeps them
 
     @property
     def _status(self) -> str:
@@ -122,6 +124,6 @@ class _ResponseAnswer:
             "input_tokens": used,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
             "total_tokens": used + written,
         }

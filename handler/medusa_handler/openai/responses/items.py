@@ -8,20 +8,22 @@ from typing import Any
 from medusa_runtime.errors import json_excerpt
 
 from ...faults import ApiError, invalid
-from ..body.fields import check_inner_fields
+from ..body.fields import Refusal, check_inner_fields
 from ..tools.choice import check_name
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "refusal")
-_KINDS = ("message", "function_call", "function_call_output")
+_REASONING_PARTS = ("reasoning_text", "summary_text")
+_KINDS = ("message", "reasoning", "function_call", "function_call_output")
 _HINTS = {
     **dict.fromkeys(("input_image", "input_file", "input_audio"), "this model takes text only"),
     "text": "OpenAI's name of it in chats",
     "item_reference": "nothing is kept from earlier responses; send the item itself",
-    "reasoning": "reasoning is not told from the rest of an answer here, and so is no item",
 }
 # The fields of each kind of item. Of those that are not used, clients return what they were given.
 _MESSAGE = frozenset(("type", "role", "content", "id", "status", "phase"))
+_REASONING = frozenset(("type", "summary", "content", "id", "status"))
+_REFUSED = {"encrypted_content": Refusal("only OpenAI can read it; send the text as content")}
 _CALL = frozenset(("type", "call_id", "name", "arguments", "id", "status", "parsed_arguments"))
 _OUTPUT = frozenset(("type", "call_id", "output", "id", "status", "name"))
 _PART = frozenset(("type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"))
@@ -43,7 +45,9 @@ def messages(value: Any, instructions: str | None) -> list[dict[str, Any]]:
             raise invalid(name, "an object with a type", item)
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
-            found.append(_message(item, name))
+            _add_message(found, _message(item, name))
+        elif kind == "reasoning":
+            found.append(_reasoning(item, name))
         elif kind == "function_call":
             call = _call(item, name)
             calls.add(call["id"])
@@ -61,6 +65,24 @@ def _message(item: Mapping[str, Any], name: str) -> dict[str, Any]:
     if role not in _ROLES:
         raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}", role)
     return {"role": role, "content": _text(item.get("content"), f"{name}.content")}
+
+
+def _add_message(found: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message. An assistant's becomes one with the reasoning before it."""
+    last = found[-1] if found and message["role"] == "assistant" else {}
+    if "reasoning" in last and not last["content"] and "tool_calls" not in last:
+        last["content"] = message["content"]
+    else:
+        found.append(message)
+
+
+def _reasoning(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an assistant's message with the reasoning, or as in vLLM its summary, and without an answer yet."""
+    _check_fields(item, name, _REASONING)
+    given = {field: item[field] for field in ("content", "summary") if item.get(field) is not None}
+    texts = [_text(value, f"{name}.{field}", _REASONING_PARTS) for field, value in given.items()]
+    text = next(filter(None, texts), "")
+    return {"role": "assistant", "content": "", "reasoning": text, "reasoning_content": text}
 
 
 def _call(item: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -92,7 +114,7 @@ def _output(item: Mapping[str, Any], name: str, calls: set[str]) -> dict[str, An
 
 def _check_fields(found: Mapping[str, Any], name: str, known: frozenset[str]) -> None:
     """Raise ApiError 400 for an unknown field. One that is null asks for nothing: clients send all of their types'."""
-    check_inner_fields({field: value for field, value in found.items() if value is not None}, name, known)
+    check_inner_fields({field: value for field, value in found.items() if value is not None}, name, known, _REFUSED)
 
 
 def _required(item: Mapping[str, Any], field: str, name: str) -> str:
@@ -102,7 +124,7 @@ def _required(item: Mapping[str, Any], field: str, name: str) -> str:
     return value
 
 
-def _text(content: Any, name: str) -> str:
+def _text(content: Any, name: str, known: tuple[str, ...] = _PARTS) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -111,8 +133,8 @@ def _text(content: Any, name: str) -> str:
     for number, part in enumerate(content):
         place = f"{name}[{number}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _PARTS:
-            raise _unsupported(f"{place}.type", kind, _PARTS)
+        if kind not in known:
+            raise _unsupported(f"{place}.type", kind, known)
         _check_fields(part, place, _PART)
         texts.append(_required(part, "refusal" if kind == "refusal" else "text", place))
     return "\n".join(texts)

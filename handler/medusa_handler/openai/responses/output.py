@@ -1,6 +1,7 @@
 """The output of a response, which grows with the model's text, and the events that report it to a stream.
 
-An item is a message or a call of a function. One follows the other: a text behind a call begins a new message.
+An item is the reasoning, a message, or a call of a function. One follows the other: a text behind a call begins a new
+message.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from medusa_runtime.engine.base import Delta, TokenLogprob
+from medusa_runtime.engine.base import TokenLogprob
 
+from ..answer import Choice
 from ..logprobs import chat_logprobs
 from ..tools.formats import CallDelta, ToolParser
 
@@ -22,26 +24,35 @@ class Output:
     """The items of one response. ``alternatives`` is how many log-probabilities come with each token; None for none.
 
     ``parser`` finds calls in the text; without one, all of it is a message. Unless ``parallel``, only the first call
-    counts.
+    counts. Unless ``shows_reasoning``, the reasoning is no item.
     """
 
-    def __init__(self, parser: ToolParser | None, *, parallel: bool, alternatives: int | None) -> None:
+    def __init__(
+        self, parser: ToolParser | None, *, parallel: bool, alternatives: int | None, shows_reasoning: bool = True
+    ) -> None:
         self.items: list[dict[str, Any]] = []  # those that are complete
         self._parser = parser
         self._parallel = parallel
         self._alternatives = alternatives
-        self._open: _Message | _Call | None = None
+        self._shows_reasoning = shows_reasoning
+        self._open: _Reasoning | _Message | _Call | None = None
         self._tokens: list[TokenLogprob] = []  # their text has not been reported yet
+        self._is_answering = True
 
-    def add(self, delta: Delta) -> Iterator[Event]:
-        """Add a piece of the text, and yield the events for it."""
+    def add(self, choice: Choice) -> Iterator[Event]:
+        """Add what has been added to a choice, and yield the events for it."""
+        self._is_answering = choice.is_answering
         if self._alternatives is not None:
-            self._tokens.extend(delta.logprobs)
+            self._tokens.extend(choice.logprobs)
+        if choice.is_reasoning:
+            self._tokens.clear()
+        if choice.reasoning and self._shows_reasoning:
+            yield from self._add_reasoning(choice.reasoning)
         if self._parser is None:
-            yield from self._add_text(delta.text)
+            yield from self._add_text(choice.text)
             return
         text = ""
-        for character in delta.text:  # one by one, so that texts and calls stay in order
+        for character in choice.text:  # one by one, so that texts and calls stay in order
             content, calls = self._parser.push(character)
             text += content
             if calls:
@@ -52,7 +63,7 @@ class Output:
 
     def finish(self, status: str) -> Iterator[Event]:
         """Yield the events behind the last piece. ``status`` is that of an item that is not whole."""
-        if self._parser is not None:
+        if self._parser is not None and self._is_answering:
             content, calls = self._parser.finish()
             yield from self._add_text(content)
             yield from self._add_calls(calls)
@@ -61,6 +72,12 @@ class Output:
         if isinstance(self._open, _Message) and self._tokens:  # such as the one that ended the answer
             yield self._open.add("", self._take_tokens())
         yield from self._end(status)
+
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
+        if self._open is None:
+            yield from self._begin(_Reasoning(0))
+        assert isinstance(self._open, _Reasoning)
+        yield self._open.add(text)
 
     def _add_text(self, text: str) -> Iterator[Event]:
         if not text:
@@ -83,7 +100,7 @@ class Output:
             if call.arguments:
                 yield self._open.add(call.arguments)
 
-    def _begin(self, item: _Message | _Call) -> Iterator[Event]:
+    def _begin(self, item: _Reasoning | _Message | _Call) -> Iterator[Event]:
         self._open = item
         yield from item.begin()
 
@@ -96,6 +113,40 @@ class Output:
     def _take_tokens(self) -> list[TokenLogprob]:
         tokens, self._tokens = self._tokens, []
         return tokens
+
+
+class _Reasoning:
+    """The reasoning before an answer."""
+
+    def __init__(self, index: int) -> None:
+        self.item: dict[str, Any] = {
+            "id": f"rs_{os.urandom(16).hex()}",
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+        self._of_item = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
+        self._index = index
+        self._texts: list[str] = []
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}
+        yield {"type": "response.content_part.added", **self._of_item, "part": self._part()}
+
+    def add(self, text: str) -> Event:
+        self._texts.append(text)
+        return {"type": "response.reasoning_text.delta", **self._of_item, "delta": text}
+
+    def end(self, status: str) -> Iterator[Event]:
+        part = self._part()
+        self.item |= {"status": status, "content": [part]}
+        yield {"type": "response.reasoning_text.done", **self._of_item, "text": part["text"]}
+        yield {"type": "response.content_part.done", **self._of_item, "part": part}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": "".join(self._texts)}
 
 
 class _Message:

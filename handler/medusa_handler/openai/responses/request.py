@@ -41,6 +41,7 @@ class ResponsesRequest:
     alternatives: int | None
     truncates: bool
     streams: bool
+    shows_reasoning: bool
     shown: dict[str, Any]  # the fields of the response object that repeat the request
 
     @classmethod
@@ -70,6 +71,7 @@ class ResponsesRequest:
             alternatives,
             truncation == "auto",
             parameters.flag(body, "stream"),
+            parameters.flag(body, "include_reasoning", True),
             {
                 "background": False,
                 "conversation": None,
