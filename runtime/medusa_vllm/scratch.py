@@ -8,33 +8,59 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Ends when the other end of its standard input is closed: this process has left the context, or has died.
-_GUARD = ("/bin/sh", "-c", 'read -r _; exec rm -rf -- "$0"')
+# Goes on when the other end of its standard input is closed: this process has closed its guard, or has died.
+_GUARD = """
+read -r group && read -r _
+if [ -n "$group" ]; then
+    kill -s TERM -- "-$group"
+    for _ in 1 2 3; do kill -s 0 -- "-$group" || break; sleep 1; done
+    kill -s KILL -- "-$group"
+fi 2>/dev/null
+exec rm -rf -- "$0"
+"""
+
+
+class Guard:
+    """A process that removes a folder when this process closes the guard or is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        command = ("/bin/sh", "-c", _GUARD, os.fspath(folder))
+        try:
+            # In its own session, so that a signal to the process group does not end it.
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                command, stdin=subprocess.PIPE, start_new_session=True
+            )
+        except OSError:  # no shell, or no more processes: then only a killed engine leaves its folder behind
+            self._process = None
+
+    def end_group(self, leader: int) -> None:
+        """Have what is left of a process group ended first: SIGTERM, and SIGKILL after three seconds."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):  # somebody has ended it
+                self._process.stdin.write(b"%d\n" % leader)
+                self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Wait until all of it has ended. Can be called twice."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
 
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
     """Make a private temporary folder for this context. Raises OSError if that fails."""
     path = Path(tempfile.gettempdir(), f"{name}-{secrets.token_hex(8)}")
-    guard = _guard(path)  # started before there is anything to remove
+    guard = Guard(path)  # started before there is anything to remove
     try:
         path.mkdir(mode=0o700)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        if guard is not None:
-            guard.communicate()
+        guard.close()
 
 
-def _guard(path: Path) -> subprocess.Popen[bytes] | None:
-    try:
-        # In its own session, so that a signal to the process group does not end it.
-        return subprocess.Popen([*_GUARD, os.fspath(path)], stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no shell, or no more processes: then only a killed engine leaves its folder behind
-        return None
-
-
-__all__ = ["scratch_folder"]
+__all__ = ["Guard", "scratch_folder"]

@@ -22,6 +22,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, flag_words, names_media_domains
 from ..plugin import ANY_VERSION_FORMAT
+from ..scratch import Guard
 from ..weights.attached import loader_config
 
 _RETRY_S = 0.1
@@ -96,7 +97,10 @@ class VllmServer:
         def prepare() -> None:
             die_with_parent(parent, signal.SIGTERM)  # at this signal, vLLM's server ends its own processes, too
 
-        self._process = subprocess.Popen([*command, *flags], env=environment, preexec_fn=prepare)
+        # A server that is still starting may take that signal for the end of something else, and then never end.
+        self._guard = Guard(folder)
+        self._process = subprocess.Popen([*command, *flags], env=environment, preexec_fn=prepare, process_group=0)
+        self._guard.end_group(self._process.pid)
 
     def wait_ready(self) -> None:
         """Wait until the server answers. Raises EngineError if it ends first; its log says why."""
@@ -147,6 +151,7 @@ class VllmServer:
 
     def close(self) -> None:
         terminate(self._process, _END_S)
+        self._guard.close()
 
 
 __all__ = ["VllmServer"]

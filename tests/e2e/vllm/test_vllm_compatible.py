@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,23 @@ def test_it_answers_as_the_fast_engine_does(start: Callable[..., Any], example: 
             shown(client, "pydoc-lm")
     leave_early(serving)
     assert serving.stop() == 0  # vLLM's processes and the folder are gone, too
+
+
+def test_nothing_is_left_of_a_killed_instance_whose_vllm_does_not_end(
+    start: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    """While vLLM's server starts, it may take SIGTERM for the failure of a part of it. Here it ignores it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\n"
+        "from signal import SIGTERM, SIG_IGN, signal as set_handler\n"
+        "signal.signal = lambda number, handler: set_handler(number, SIG_IGN if number == SIGTERM else handler)\n"
+    )
+    environ = {"PYTHONPATH": str(tmp_path)}
+    serving = start("--model", example, "--engine", "vllm", "--vllm-mode", "compatible", env=environ)
+    until(lambda: "(EngineCore" in serving.output())
+    descendants = serving.children()
+    serving.process.kill()
+    assert serving.wait_gone(descendants) == -signal.SIGKILL
 
 
 def leave_early(serving: Any) -> None:
