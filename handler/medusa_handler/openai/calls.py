@@ -300,9 +300,11 @@ def _reasoning(
     if service.can_relay:  # the engine's own server has a parser for it
         return None
     found = reasoning_of(service.settings.reasoning_parser, template.source, prompt, continued)
-    if found is None or constraint is None or service.model.wait_info(is_disconnected).engine == "torch":
+    if found is None or constraint is None:
         return found
-    return found._replace(place="behind")  # other engines' forms begin at once, in a cluster with vLLM's workers
+    if service.model.wait_info(is_disconnected).engine == "torch":
+        return found._replace(ends_at_call=False)  # the form begins behind the closing tag
+    return found._replace(place="behind")  # the forms of vLLM's workers in a cluster begin at once
 
 
 def _with_form(

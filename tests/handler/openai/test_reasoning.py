@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.errors import ConfigError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from scripted_server import ScriptedServer
 
 # Like Qwen3's, and with ``thinking`` like DeepSeek-R1's, which opens the reasoning in the prompt.
 TEMPLATE = (
@@ -335,3 +337,16 @@ def test_reasoning_stays_in_the_content_if_the_operator_wants_that(serve: Callab
     assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
     assert "reasoning" not in answer["choices"][0]["message"]
     assert "completion_tokens_details" not in answer["usage"]
+
+
+def test_an_engine_with_a_server_of_its_own_tells_reasoning_by_its_own_parser(serve: Callable[..., Any]) -> None:
+    answer = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 16\r\n\r\n{"from": "vllm"}'
+    with ScriptedServer(lambda head: answer) as server:
+        served = serve(http_port=server.port, files={"chat_template.jinja": TEMPLATE})
+        served.wait_ready()
+        body = {"messages": [{"role": "user", "content": "say:<think>a</think>b"}]}
+        ours = served.request("POST", "/v1/chat/completions", body | {"include_reasoning": True})[1]
+        assert ours["choices"][0]["message"]["content"] == "<think>a</think>b"
+        hidden = json.dumps(body | {"include_reasoning": False}).encode() + b"\r\n\r\n"  # the server reads up to here
+        theirs = served.request("POST", "/v1/chat/completions", hidden)[1]
+        assert theirs == {"from": "vllm"}

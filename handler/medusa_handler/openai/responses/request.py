@@ -15,7 +15,7 @@ from ..tools.choice import Tools, flat_tools_of
 from .items import messages
 
 _LOGPROBS = "message.output_text.logprobs"
-# What else OpenAI includes on request belongs to items that no answer here has.
+# What else OpenAI includes on request is part of no answer here.
 _OF_OTHER_ITEMS = (
     "file_search_call.results",
     "web_search_call.results",
