@@ -76,11 +76,13 @@ def _arguments(
         arguments["max_model_len"] = settings.max_model_len
     flags = engine_arguments(flag_words(settings))
     arguments |= flags
-    text_only = bool(arguments["language_model_only"])
+    # Text is tokenized here, by tokenizer.json. But for pictures, the core needs a processor, which reads its own files
+    # and the tokenizer's; and for reasoning, vLLM's configuration reads the ids of the tags.
+    reasons = arguments.get("reasoning_parser") or arguments.get("reasoning_config")
+    tokenizes = bool(reasons) or not arguments["language_model_only"]
     arguments |= {
-        # For pictures, the core needs a processor, which reads its own files and the tokenizer's.
-        "model": str(files.folder.path if text_only else files.path()),
-        "skip_tokenizer_init": text_only,  # text is tokenized here, by tokenizer.json
+        "model": str(files.path() if tokenizes else files.folder.path),
+        "skip_tokenizer_init": not tokenizes,
         "generation_config": "vllm",  # without the checkpoint's sampling defaults; eos.py reads which tokens end a text
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": loader_config(region, timeline, settings)

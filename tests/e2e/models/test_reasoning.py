@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +9,11 @@ from typing import Any
 
 import openai
 import pytest
+from thinking_model import SAID, THOUGHT, write_thinker
 
 pytest.importorskip("llguidance", reason="structured outputs need llguidance")
 pytestmark = pytest.mark.forked
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> {{ tools }} #}"
-    "{% if thinking is defined %}<assistant><think>{% if not thinking %}</think>{% endif %}\n"
-    "{% else %}<assistant>{% endif %}"
-)
-THOUGHT = ["I", " add", " two", "."]
-SAID = ["<assistant>", "<think>", *THOUGHT, "</think>", "Four", "</s>"]
 OPEN = {"chat_template_kwargs": {"thinking": True}}
 CLOSED = {"chat_template_kwargs": {"thinking": False}}
 PERSON = {
@@ -35,35 +28,7 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": 
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose every token is followed by the next one of SAID: nothing but its embeddings counts."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("thinker")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(["<s>", "</s>", *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.add_tokens(SAID)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    size = 320
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=size, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=5, num_key_value_heads=5, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.eye(config.vocab_size, size))
-        for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj, model.lm_head):
-            part.weight.zero_()
-        follows = dict(itertools.pairwise(SAID))
-        for token, following in follows.items():
-            model.lm_head.weight[tokenizer.token_to_id(following), tokenizer.token_to_id(token)] = 2.0
-    model.save_pretrained(folder)
-    return folder
+    return write_thinker(tmp_path_factory.mktemp("thinker"))
 
 
 @pytest.fixture(scope="module")
