@@ -101,7 +101,7 @@ class Forwarder:
             return web.json_response(error_answer(gone), status=404)
         except (ClientError, TimeoutError) as error:
             if request.transport is None or request.transport.is_closing():
-                raise  # our own caller has gone
+                raise asyncio.CancelledError from None  # our own caller has gone
             logger.warning("the instance %s broke off: %s", instance.id, error)
             if response is None or not response.prepared:
                 broken = InstanceError(

@@ -176,6 +176,25 @@ def test_a_caller_that_goes_cancels_the_request(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_caller_that_goes_as_a_piece_comes_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> None:
+        for turns in range(8):  # of the event loop, until the node has both in one of them
+            upstream.go_on.clear()
+            answer = await session.get(f"{url}/instances/i1/stream")
+            await answer.content.readuntil(b"\n\n")
+            assert answer.connection is not None
+            transport = answer.connection.transport
+            assert transport is not None
+            upstream.go_on.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            transport.abort()
+            await asyncio.sleep(0.05)
+
+    run(tmp_path, scenario)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_body_is_passed_on_as_it_comes(tmp_path: Path) -> None:
     async def scenario(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> None:
         async def pieces() -> AsyncIterator[bytes]:
