@@ -30,8 +30,13 @@ class SocketFile:
             self._remove_stale()
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self.socket.setblocking(False)
-            self.socket.bind(path)
-            os.chmod(path, 0o666)  # any user may connect; credentials and this path decide what it gets, see policy.py
+            # Any user may connect; credentials and this path decide what it gets (policy.py). The mode is not set
+            # afterwards: whoever may write to the folder could have put a link to another file in its place.
+            mask = os.umask(0o111)
+            try:
+                self.socket.bind(path)
+            finally:
+                os.umask(mask)
             self.socket.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(

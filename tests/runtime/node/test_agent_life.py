@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +73,30 @@ def test_a_file_that_is_no_socket_stays(start_node: Start) -> None:
     assert Path(node.socket).read_text() == "precious"
     with pytest.raises(NodeError, match="is no socket"):
         node.client()
+
+
+# Whoever may write to the socket's folder, such as a tenant, exchanges the socket for a link if there is time for it.
+_EXCHANGED = """
+import os, sys
+from medusa_runtime.node.socket_file import SocketFile
+
+def exchange(event, _):
+    if event == "os.chmod":
+        os.unlink(sys.argv[1])
+        os.symlink(sys.argv[2], sys.argv[1])
+
+sys.addaudithook(exchange)
+os.umask(0o077)
+SocketFile(sys.argv[1])
+"""
+
+
+def test_the_mode_of_the_socket_is_given_to_no_other_file(tmp_path: Path) -> None:
+    path, secret = tmp_path / "node.sock", tmp_path / "secret"
+    secret.touch(0o600)
+    subprocess.run([sys.executable, "-c", _EXCHANGED, path, secret], check=True)
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o666  # every user may connect
 
 
 def test_no_agent_where_one_is_expected(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,31 @@ def test_without_a_home(environ: dict[str, str], tmp_path: Path) -> None:
     assert Quarantine(Settings(model="s3://bucket/model"), environ).add(DIGEST, "a fault")
     assert (tmp_path / f"medusa-{os.getuid()}" / FILE).exists()
     assert Quarantine(Settings(model="s3://bucket/model"), {"TMPDIR": str(tmp_path)}).reason(DIGEST) == "a fault"
+
+
+# Another user may have made the folder among temporary files, and exchange what lies in it.
+_EXCHANGED = """
+import os, sys
+from medusa_runtime.config import Settings
+from medusa_runtime.state.graphs.restoration import quarantine
+
+def exchange(event, arguments):
+    if event == "os.chmod" and isinstance(arguments[0], str):
+        os.unlink(arguments[0])
+        os.symlink(sys.argv[2], arguments[0])
+
+sys.addaudithook(exchange)
+quarantine.driver_version = lambda: "580.10"
+assert quarantine.Quarantine(Settings(), {"TMPDIR": sys.argv[1]}).add("ab" * 32, "an illegal address")
+"""
+
+
+def test_the_mode_of_the_marks_is_given_to_no_other_file(tmp_path: Path, environ: dict[str, str]) -> None:
+    (secret := tmp_path / "secret").touch(0o600)
+    subprocess.run([sys.executable, "-c", _EXCHANGED, tmp_path, secret], check=True)
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert Quarantine(Settings(), {"TMPDIR": str(tmp_path)}).reason(DIGEST) == "an illegal address"
+    assert (tmp_path / f"medusa-{os.getuid()}" / FILE).stat().st_mode & 0o777 == 0o644
 
 
 def test_nowhere_to_write(tmp_path: Path, environ: dict[str, str]) -> None:

@@ -80,7 +80,7 @@ def _write(folder: Path, entries: dict[str, dict[str, str]]) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(entries, file, indent=1)
-        os.chmod(name, 0o644)
+            os.fchmod(file.fileno(), 0o644)  # by its name, another user's link could be meant
         os.replace(name, folder / FILE)
     except OSError:
         os.unlink(name)
