@@ -20,6 +20,7 @@ from torch import Tensor
 from medusa_runtime.kernels import cpu, cuda, native, paged, upcast
 from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
+from medusa_runtime.kernels.quantized import QuantizedParameter
 
 __all__ = [
     "concatenated_linear",
@@ -46,6 +47,7 @@ class _Path(NamedTuple):
 
 
 _TORCH = _Path(None, "torch")
+_SLICE_COLS = 1024  # rows of a quantized weight that are floats at a time
 # For fp32, or with bf16 dot products. For more rows, packing the weights each time, as torch does, pays off.
 _FEW_ROWS = 32
 
@@ -89,12 +91,9 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     The products may be views of one result.
     """
     if x.dim() == 2:
-        path = _TORCH
-        for weight, bias in zip(weights, biases, strict=True):
-            path = _path_of(x, weight, bias)
-            if path.compiled is None:
-                break
-        if path.compiled is not None:
+        paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        path = paths[0]
+        if path.compiled is not None and all(one is path for one in paths):
             products = path.compiled.products(x, weights, biases)
             return torch.split_with_sizes(products, [weight.shape[0] for weight in weights], 1)
         if not x.is_cpu:
@@ -108,7 +107,7 @@ def concatenated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     """Return ``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
     paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     kernel = paths[0].compiled
-    if kernel is None or any(path.compiled is None for path in paths):
+    if kernel is None or any(path is not paths[0] for path in paths):
         return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = kernel.products(rows, weights, biases)
@@ -174,6 +173,8 @@ def describe() -> dict[str, str]:
 
 
 def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
+    if type(weight) is QuantizedParameter:
+        return _codes_path(x, weight, bias)
     if weight.dtype not in native.DTYPES:
         return _TORCH
     path = _path(weight.dtype)
@@ -202,6 +203,56 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         and x.numel() > 0
         and weight.numel() > 0
     )
+
+
+def _codes_path(x: Tensor, weight: QuantizedParameter, bias: Tensor | None) -> _Path:
+    """Return the path for a quantized weight, whose codes are decoded as the product goes."""
+    codes, shape = weight.codes, x.shape
+    if (
+        x.dtype in native.DTYPES
+        and x.is_cpu
+        and len(shape) > 0
+        and shape[-1] == codes.shape[1]
+        and x.stride()[-1] == 1
+        and 0 < x.numel() <= _most_coded_rows(x.dtype) * codes.shape[1]
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous() and bias.shape == codes.shape[:1]))
+    ):
+        return _decoded()
+    return _DEQUANTIZED
+
+
+@functools.cache
+def _decoded() -> _Path:
+    kernels = native_kernels()
+    assert isinstance(kernels, native.NativeKernels)
+    return _Path(kernels.linear, "native, decoded as it goes", kernels)
+
+
+@functools.cache
+def _most_coded_rows(dtype: torch.dtype) -> float:
+    """Return up to how many rows our kernel multiplies with quantized weights; torch is faster for more."""
+    path = _path(dtype)
+    return _FEW_ROWS if path.compiled is None else path.most_rows
+
+
+def _dequantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [rows, depth] @ a quantized weight^T + bias → [rows, cols] by torch, with the floats of a slice."""
+    kernels = native_kernels()
+    assert isinstance(kernels, native.NativeKernels)
+    assert isinstance(weight, QuantizedParameter)
+    codes = weight.codes
+    (cols, depth), high = codes.shape, codes.block_rows
+    step = cols if high >= cols else -(-_SLICE_COLS // high) * high
+    floats, outs = torch.empty(min(step, cols), depth, dtype=x.dtype), []
+    for start in range(0, cols, step):
+        part = floats[: min(step, cols - start)]
+        kernels.dequantize(codes, part, first_row=start)
+        outs.append(F.linear(x, part, None if bias is None else bias[start : start + step]))
+    return torch.cat(outs, -1)
+
+
+_DEQUANTIZED = _Path(_dequantized_linear, "torch, with floats of a slice at a time")
 
 
 def _plain_bias(bias: Tensor, weight: Tensor) -> bool:

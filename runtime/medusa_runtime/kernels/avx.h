@@ -12,6 +12,7 @@ typedef __m512i vi;
 #define SPLAT_INT(i) _mm512_set1_epi32(i)
 #define AS_FLOAT(v) _mm512_castsi512_ps(v)
 #define LOAD_INT(p) _mm512_loadu_si512((const void *)(p))
+#define STORE_INT(p, v) _mm512_storeu_si512((void *)(p), v)
 #define LOAD(p) _mm512_loadu_ps(p)
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define SPLAT(f) _mm512_set1_ps(f)
@@ -19,8 +20,40 @@ typedef __m512i vi;
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define SUM(v) _mm512_reduce_add_ps(v)
+#define MUL(a, b) _mm512_mul_ps(a, b)
+#define SUB(a, b) _mm512_sub_ps(a, b)
+#define OR(a, b) _mm512_or_si512(a, b)
+#define SHIFT_LEFT(v, bits) _mm512_slli_epi32(v, bits)
+#define AS_INT(v) _mm512_castps_si512(v)
+#define TO_FLOAT(v) _mm512_cvtepi32_ps(v)
+#define WIDEN_SIGNED(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define WIDEN_UNSIGNED(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define ALL_IF_EQUAL(a, b) _mm512_maskz_set1_epi32(_mm512_cmpeq_epi32_mask(a, b), -1)
+/* LANES nibbles, with others above them. */
+INLINE vi nibbles(const void *p)
+{
+    const vi of_each = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const vi shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    const vi words = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)p));
+    return _mm512_srlv_epi32(_mm512_permutexvar_epi32(of_each, words), shifts);
+}
+/* The elements of a table of LANES floats. Only the four lowest bits of each place count. */
+#define PICK(table, places) _mm512_permutexvar_ps(places, table)
+#define COUNTED() _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 #ifdef __AVX512BF16__
 #define DOT_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+#define STORE_BF16(p, low, high) STORE_INT(p, (__m512i)_mm512_cvtne2ps_pbh(high, low))
+/* 32 nibbles in elements of 16 bits, with others above them. */
+INLINE vi nibbles_16(const void *p)
+{
+    const long one = 0x0001000100010001;
+    const vi of_each = _mm512_setr_epi64(0, one, 2 * one, 3 * one, 4 * one, 5 * one, 6 * one, 7 * one);
+    const vi words = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_srlv_epi16(_mm512_permutexvar_epi16(of_each, words), _mm512_set1_epi64(0x000c000800040000));
+}
+/* The same as PICK, 32 elements of bf16. Five bits of each place count, so a table has its 16 elements twice. */
+#define BF16_TABLE(v) _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(v))
+#define PICK_BF16(table, places) _mm512_permutexvar_epi16(places, table)
 #endif
 #else
 #define LANES 8
@@ -44,6 +77,22 @@ static inline float sum_avx2(__m256 v)
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 #define SUM(v) sum_avx2(v)
+#define MUL(a, b) _mm256_mul_ps(a, b)
+#define SUB(a, b) _mm256_sub_ps(a, b)
+#define OR(a, b) _mm256_or_si256(a, b)
+#define SHIFT_LEFT(v, bits) _mm256_slli_epi32(v, bits)
+#define AS_INT(v) _mm256_castps_si256(v)
+#define TO_FLOAT(v) _mm256_cvtepi32_ps(v)
+#define WIDEN_SIGNED(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define WIDEN_UNSIGNED(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define ALL_IF_EQUAL(a, b) _mm256_cmpeq_epi32(a, b)
+/* LANES nibbles, with others above them. */
+INLINE vi nibbles(const void *p)
+{
+    int word;
+    memcpy(&word, p, sizeof word);
+    return _mm256_srlv_epi32(_mm256_set1_epi32(word), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+}
 
 /* The rest is for pointwise.c and dequantize.c, which are already as fast as memory with these vectors. */
 #define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))))

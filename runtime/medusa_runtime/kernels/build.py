@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 4  # raised when the arguments of an exported function change; a library with another number is not used
+INTERFACE = 5  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",
@@ -23,7 +23,7 @@ FLAGS = (
 # Each object has its own instruction set, and the choice is made when the library runs: never use -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
-AVX512_BF16 = (*AVX512, "-mavx512vl", "-mavx512bf16")
+AVX512_BF16 = (*AVX512, "-mavx512bw", "-mavx512vl", "-mavx512bf16")
 NEON_BF16 = ("-march=armv8.2-a+bf16",)
 OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (

@@ -18,7 +18,8 @@ struct run {
     const struct linear_part *parts;
     long count, item; /* parts, and bytes of an element */
     struct linear_job job; /* of the first part */
-    float *sums;           /* per thread: [rows][block_cols] */
+    float *sums;           /* of each thread, thread_floats apart: see linear.h */
+    long thread_floats;
     atomic_long next_task;
 };
 
@@ -38,7 +39,7 @@ static void multiply_blocks(void *argument, int thread)
     struct run *run = argument;
     struct linear_job job = run->job;
     const struct linear_part *part = run->parts, *end = part + run->count;
-    float *sums = run->sums + thread * job.rows * job.block_cols;
+    float *sums = run->sums + thread * run->thread_floats;
     long begin = 0; /* the first task of the part */
     for (;;) {
         const long task = atomic_fetch_add(&run->next_task, 1);
@@ -49,6 +50,7 @@ static void multiply_blocks(void *argument, int thread)
                 return;
         }
         job.weight = part->weight;
+        job.codes = part->codes;
         job.bias = part->bias;
         job.cols = part->cols;
         job.weight_stride = part->weight_stride;
@@ -125,10 +127,12 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;
     const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
-    long block = at_most(MOST_BLOCK_COLS, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
+    const long most = parts->codes ? MOST_CODED_COLS : MOST_BLOCK_COLS;
+    long block = at_most(most, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);
-    const size_t floats = (size_t)(block_rows * padded + wanted * block_rows * block);
+    const long thread_floats = whole_lines(block_rows * block) + (parts->codes ? block * DECODED : 0);
+    const size_t floats = (size_t)(whole_lines(block_rows * padded) + wanted * thread_floats);
     int is_kept;
     float *memory = take_scratch((floats * sizeof(float) + 63) / 64 * 64, &is_kept);
     if (!memory) {
@@ -137,12 +141,13 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     }
     for (long row = 0; row < rows; row += ROW_BLOCK) {
         const long height = at_most(rows - row, ROW_BLOCK);
-        struct run run = {.variant = variant, .parts = parts, .count = count, .item = item, .sums = memory + block_rows * padded,
+        struct run run = {.variant = variant, .parts = parts, .count = count, .item = item,
+                          .sums = memory + whole_lines(block_rows * padded), .thread_floats = thread_floats,
                           .job = {.x = x + row * x_stride * item,
                                   .residual = residual ? residual + row * residual_stride * item : NULL,
                                   .out = out + row * cols * item, .x_stride = x_stride, .residual_stride = residual_stride,
                                   .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
-                                  .block_cols = block, .packed = memory}};
+                                  .block_cols = block, .packed = memory, .codes = parts->codes}};
         spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);
         spread(multiply_blocks, &run, wanted);
     }

@@ -1,15 +1,19 @@
 /* Declarations that the dispatcher (linear.c) and the instruction-set variants (linear_tile.c) share. */
 #pragma once
 
+#include "codes.h"
+
 /* One of the weights that x is multiplied with; strides in elements. */
 struct linear_part {
     const void *weight, *bias; /* [cols, depth] and [cols]; bias may be null */
     long cols, weight_stride;
+    const struct codes *codes; /* the weight, if it is quantized, else null; all parts of a product have some, or none has */
 };
 
 /* out[rows, cols] = x[rows, depth] @ weight[cols, depth]^T + bias[cols], then + residual[rows, cols]; strides in elements. */
 struct linear_job {
     const void *x, *weight, *bias, *residual; /* bias and residual may be null */
+    const struct codes *codes;                /* in place of weight; may be null */
     void *out;
     long x_stride, weight_stride, residual_stride, out_stride;
     long rows, cols, depth;
@@ -22,13 +26,18 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
                     long depth, long x_stride, long residual_stride, int dtype, int threads);
 
 #define MOST_BLOCK_COLS 96L /* weight rows that one task works on: a multiple of every variant's tile_cols */
+#define MOST_CODED_COLS 36L /* the same for quantized weights, whose floats then stay in the second-level cache */
+
+/* A number of floats, rounded up to lines of the cache. */
+static inline long whole_lines(long floats) { return (floats + 15) / 16 * 16; }
 
 struct linear_variant {
     long step;      /* elements of depth that one iteration consumes; the unit of padding */
     long tile_cols; /* weight rows per register tile */
     void (*pack)(const struct linear_job *, long tile);
     long (*tiles)(long rows);
-    void (*block)(const struct linear_job *, float *sums, long col, long cols); /* sums: the thread's [rows][block_cols] */
+    /* sums is the thread's own, [rows][block_cols]; the next whole line is room for decoded weights, [block_cols][DECODED] */
+    void (*block)(const struct linear_job *, float *sums, long col, long cols);
 };
 
 /* Indexed by dtype. */

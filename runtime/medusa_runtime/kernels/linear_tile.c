@@ -2,11 +2,12 @@
  * AVX-512's dot products of bf16; on aarch64 with NEON, and with its dot products of bf16.
  *
  * Weights are read as they lie in memory (rows of depth), and are never repacked, so they may be read-only shared memory. Weights
- * of 16 bits are widened in registers where the CPU cannot multiply them directly. A register tile of R rows of x times C weight
+ * of 16 bits are widened in registers where the CPU cannot multiply them directly, and quantized ones are decoded (decode.h). A register tile of R rows of x times C weight
  * rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
 #include <string.h>
 
 #include "at_most.h"
+#include "decode.h"
 #include "linear.h"
 #include "simd.h"
 
@@ -209,10 +210,22 @@ INLINE void pack(const struct linear_job *job, long number, const int dtype)
                 memcpy(to, from, STEP * 2);
                 continue;
             }
+            if (dtype == DTYPE_BF16 && job->codes) { /* in their order, as in decoded weights */
+                for (int i = 0; i < STEP; i++)
+                    ((float *)to)[i] = widened(((const uint16_t *)from)[i], DTYPE_BF16);
+                continue;
+            }
             STORE((float *)to, first(from, dtype));
             STORE((float *)to + LANES, second(from, dtype));
         }
     }
+}
+
+/* A tile's x from the depth k on. */
+INLINE const char *packed_at(const struct linear_job *job, long number, long k, const int dtype)
+{
+    const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+    return (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
 }
 
 INLINE float element(const void *p, long at, const int dtype)
@@ -228,11 +241,10 @@ INLINE void put(void *p, long at, float value, const int dtype)
         ((uint16_t *)p)[at] = narrow(value, dtype);
 }
 
-/* Multiply all rows of x by the weight rows [col, col + cols). */
-INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
+/* Multiply all rows of x by the weight rows [col, col + cols), as they lie in memory. */
+INLINE void multiply(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long count = tiles(job->rows), stride = job->weight_stride * size_of(dtype), sums_stride = job->block_cols;
-    memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
     /* The accumulators of a tile between the parts of a piece. */
     float carried[MOST_BLOCK_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
     const long part = count > 1               ? DEPTH_BLOCK
@@ -246,14 +258,52 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
                 const long depth = at_most(piece_end - k, part), wide = cols_of(rows);
                 const long ahead = (1 + AHEAD / (wide * depth * size_of(dtype))) * wide * stride;
                 for (long c = 0; c < cols; c += wide) {
-                    const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
                     const char *w = (const char *)job->weight + (col + c) * stride + k * size_of(dtype);
                     float *sum = sums + start * sums_stride + c, *kept = carried + c * FEW_ROWS * LANES;
-                    any_tile(x, w, stride, depth, sum, sums_stride, dtype, number == 0 ? ahead : 0, k > piece ? kept : NULL,
-                             k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, wide));
+                    any_tile(packed_at(job, number, k, dtype), w, stride, depth, sum, sums_stride, dtype,
+                             number == 0 ? ahead : 0, k > piece ? kept : NULL, k + depth < piece_end ? kept : NULL, rows,
+                             at_most(cols - c, wide));
                 }
             }
     }
+}
+
+/* The same for quantized weights: a few of their rows are floats at a time, of this dtype, and do not leave the cache. */
+INLINE void multiply_codes(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
+{
+    const long count = tiles(job->rows), stride = DECODED * size_of(dtype), sums_stride = job->block_cols;
+    char *weights = (char *)(sums + whole_lines(job->rows * sums_stride));
+    float carried[TILE_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
+    const long all = count > 1 ? cols : cols_of(job->rows); /* weight rows that are decoded together */
+    const long part = count > 1 ? PIECE(dtype) : DEPTH_BLOCK; /* few rows stay in the first-level cache */
+    for (long first = 0; first < cols; first += all)
+        for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
+            const long piece_end = at_most(job->depth, piece + PIECE(dtype));
+            for (long k = piece; k < piece_end; k += part) {
+                const long depth = at_most(piece_end - k, part), decoded = at_most(cols - first, all);
+                for (long c = 0; c < decoded; c++)
+                    decode_row(job->codes, col + first + c, k, depth, weights + c * stride, dtype);
+                for (long number = 0; number < count; number++) {
+                    const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+                    const long wide = cols_of(rows);
+                    for (long c = 0; c < decoded; c += wide)
+                        any_tile(packed_at(job, number, k, dtype), weights + c * stride, stride, depth,
+                                 sums + start * sums_stride + first + c, sums_stride, dtype, 0, k > piece ? carried : NULL,
+                                 k + depth < piece_end ? carried : NULL, rows, at_most(decoded - c, wide));
+                }
+            }
+        }
+}
+
+/* Write the output of the weight rows [col, col + cols). dtype is that of x. */
+INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
+{
+    const long sums_stride = job->block_cols;
+    memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
+    if (job->codes)
+        multiply_codes(job, sums, col, cols, packed_size(dtype) == 4 ? DTYPE_FP32 : dtype);
+    else
+        multiply(job, sums, col, cols, dtype);
     for (long r = 0; r < job->rows; r++)
         for (long c = 0; c < cols; c++) {
             const long at = r * job->out_stride + col + c;

@@ -15,6 +15,7 @@ from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
 INPUTS = 16  # how many inputs a program has: INPUTS in program.c
+_NIBBLES, _BYTES = 3, 4  # results of medusa_dequantize that are no floats: the enum in codes.h
 LANES = 8  # sizes in the steps between products (pointwise.c) are multiples of it
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
@@ -26,7 +27,13 @@ class UnavailableError(Exception):
 class _Part(ctypes.Structure):
     """struct linear_part in linear.h."""
 
-    _fields_: ClassVar = [("weight", _POINTER), ("bias", _POINTER), ("cols", _LONG), ("weight_stride", _LONG)]
+    _fields_: ClassVar = [
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("cols", _LONG),
+        ("weight_stride", _LONG),
+        ("codes", _POINTER),
+    ]
 
 
 class _Pool(ctypes.Structure):
@@ -57,13 +64,72 @@ class _Attention(ctypes.Structure):
 
 
 class _Codes(ctypes.Structure):
-    """struct codes in dequantize.c."""
+    """struct codes in codes.h."""
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "out")),
         *((name, _LONG) for name in ("rows", "columns", "high", "wide", "scale_columns")),
         *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype")),
     ]
+
+
+class StoredCodes:
+    """A quantized matrix of ``shape`` as the kernels take it. codes.h explains the arguments.
+
+    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale and zero in fp32, and
+    ``group_of`` is int64 and within bounds.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        scale: Tensor,
+        *,
+        shape: tuple[int, int],
+        packing: int,
+        size: tuple[int, int],
+        zero: Tensor | None = None,
+        group_of: Tensor | None = None,
+        table: Tensor | None = None,
+        transposed: bool = False,
+    ) -> None:
+        self.shape = shape
+        self._tensors = (values, scale, zero, group_of, table)  # kept alive, as the structure has only their addresses
+        self._struct = _Codes(
+            values=values.data_ptr(),
+            scale=scale.data_ptr(),
+            zero=None if zero is None else zero.data_ptr(),
+            group_of=None if group_of is None else group_of.data_ptr(),
+            table=None if table is None else table.data_ptr(),
+            rows=shape[0],
+            columns=shape[1],
+            high=size[0],
+            wide=size[1],
+            scale_columns=scale.shape[1],
+            one_zero=zero is not None and zero.numel() == 1,
+            packing=packing,
+            transposed=transposed,
+        )
+        self.address = ctypes.addressof(self._struct)
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows share a scale."""
+        return int(self._struct.high)
+
+    def job(self, out: Tensor, first_row: int, dtype: int) -> _Codes:
+        """Return the structure for the rows from ``first_row`` on, as many as ``out`` has, with where the floats go."""
+        values, scale, zero, *_ = self._tensors
+        job = _Codes.from_buffer_copy(self._struct)
+        job.out, job.dtype = out.data_ptr(), dtype
+        if first_row or not job.transposed:
+            line = first_row // job.high * scale.stride(0) * scale.element_size()
+            job.rows = out.shape[0]
+            job.values += first_row * values.stride(0) * values.element_size()
+            job.scale += line
+            if zero is not None and not job.one_zero:
+                job.zero += line
+        return job
 
 
 class NativeKernels:
@@ -118,14 +184,19 @@ class NativeKernels:
     ) -> Tensor:
         """Return x [rows, depth] @ each weight [cols, depth]^T + its bias, concatenated → [rows, all cols].
 
-        All have one dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the rounded
-        product. Raises MemoryError if there is no memory for scratch space.
+        All have one dtype and contiguous rows, or all weights are ``QuantizedParameter``. With a single weight,
+        ``residual`` [rows, cols] is added to the rounded product. Raises MemoryError if there is no memory for scratch
+        space.
         """
         rows, depth = x.shape
         parts = (_Part * len(weights))()
         cols = 0
         for part, weight, bias in zip(parts, weights, biases, strict=True):
-            part.weight, part.cols, part.weight_stride = weight.data_ptr(), weight.shape[0], weight.stride(0)
+            codes: StoredCodes | None = getattr(weight, "codes", None)
+            if codes is None:
+                part.weight, part.cols, part.weight_stride = weight.data_ptr(), weight.shape[0], weight.stride(0)
+            else:
+                part.codes, part.cols = codes.address, codes.shape[0]
             if bias is not None:
                 part.bias = bias.data_ptr()
             cols += part.cols
@@ -253,43 +324,18 @@ class NativeKernels:
             raise MemoryError(f"no memory for the attention of {q.shape[0]} tokens")
         return out
 
-    def dequantize(
-        self,
-        values: Tensor,
-        scale: Tensor,
-        out: Tensor,
-        *,
-        shape: tuple[int, int],
-        packing: int,
-        size: tuple[int, int],
-        zero: Tensor | None,
-        group_of: Tensor | None,
-        table: Tensor | None,
-        transposed: bool,
-    ) -> None:
-        """Fill ``out`` with ``(values - zero) * scale``. dequantize.c explains the arguments.
+    def dequantize(self, codes: StoredCodes, out: Tensor, *, first_row: int = 0) -> None:
+        """Fill ``out`` [rows, columns] with the floats of the rows from ``first_row`` on.
 
-        ``shape`` is that of the stored matrix, and ``size`` that of the blocks that share a scale. All tensors are
-        contiguous, scale and zero in fp32, and ``group_of`` is int64 and within bounds.
+        ``out`` is [columns, rows] if the codes are transposed; these are always dequantized as a whole. ``first_row``
+        is a multiple of the rows that share a scale, unless all do.
         """
-        codes = _Codes(
-            values=values.data_ptr(),
-            scale=scale.data_ptr(),
-            zero=None if zero is None else zero.data_ptr(),
-            group_of=None if group_of is None else group_of.data_ptr(),
-            table=None if table is None else table.data_ptr(),
-            out=out.data_ptr(),
-            rows=shape[0],
-            columns=shape[1],
-            high=size[0],
-            wide=size[1],
-            scale_columns=scale.shape[1],
-            one_zero=zero is not None and zero.numel() == 1,
-            packing=packing,
-            transposed=transposed,
-            dtype=DTYPES[out.dtype],
-        )
-        self._dequantize(codes, torch.get_num_threads())
+        self._dequantize(codes.job(out, first_row, DTYPES[out.dtype]), torch.get_num_threads())
+
+    def transpose(self, codes: StoredCodes, out: Tensor) -> None:
+        """Fill ``out`` with the integers of transposed codes: uint8 [columns, rows], or [columns, rows / 2] nibbles."""
+        dtype = _NIBBLES if out.shape[1] * 2 == codes.shape[0] else _BYTES
+        self._dequantize(codes.job(out, 0, dtype), torch.get_num_threads())
 
 
 def _pool(pool: Tensor) -> _Pool:

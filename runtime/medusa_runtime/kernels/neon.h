@@ -20,8 +20,32 @@ typedef uint32x4_t vi;
 #define LOAD_4(p) vld1_u16((const uint16_t *)(p))
 #define WIDEN_HALF(p) vcvt_f32_f16(vreinterpret_f16_u16(LOAD_4(p)))
 #define SUM(v) vaddvq_f32(v)
+#define MUL(a, b) vmulq_f32(a, b)
+#define SUB(a, b) vsubq_f32(a, b)
+#define OR(a, b) vorrq_u32(a, b)
+#define SHIFT_LEFT(v, bits) vshlq_n_u32(v, bits)
+#define AS_INT(v) vreinterpretq_u32_f32(v)
+#define TO_FLOAT(v) vcvtq_f32_s32(vreinterpretq_s32_u32(v))
+#define ALL_IF_EQUAL(a, b) vceqq_u32(a, b)
+static inline uint8x8_t four_bytes(const void *p)
+{
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    return vreinterpret_u8_u32(vdup_n_u32(word));
+}
+#define WIDEN_UNSIGNED(p) vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p))))
+#define WIDEN_SIGNED(p) vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p))))))
+/* LANES nibbles, with others above them. */
+static inline vi nibbles(const void *p)
+{
+    static const int32_t shifts[] = {0, -4, -8, -12};
+    uint16_t half;
+    memcpy(&half, p, sizeof half);
+    return vshlq_u32(vdupq_n_u32(half), vld1q_s32(shifts));
+}
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define DOT_BF16(sum, a, b) vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b))
+#define STORE_BF16(p, low, high) vst1q_bf16((bfloat16_t *)(p), vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high))
 #endif
 
 #define WIDEN_BF16(p) AS_FLOAT(vshll_n_u16(LOAD_4(p), 16))

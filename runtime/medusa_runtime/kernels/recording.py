@@ -95,7 +95,11 @@ class Recorder(TorchFunctionMode):
         self._arena = arena
         self._used = 0
         self._inputs = {address: number for number, address in enumerate(inputs, 2)}
-        self._ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (arena, *constants)]
+        self._ranges = [
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+            for tensor in (arena, *constants)
+            if not hasattr(tensor, "codes")
+        ]
         self._thread = threading.get_ident()
         self._calls: list[_Call] = []
         self._held: list[Any] = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.gate import Gate, unit_gates
 from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
 from medusa_runtime.load.region_tensors import RegionTensors
@@ -94,10 +95,17 @@ class Applier:
             assert not place.tensor.is_meta
             yield place.tensor.detach()
 
+    def takes_codes(self, place: Place) -> bool:
+        """Return whether the modules that own a place can compute with a weight that stays quantized."""
+        return all(attribute == "weight" and hasattr(owner, "takes_codes") for owner, attribute in place.owners)
+
     def apply(self, place: Place, tensor: Tensor) -> bool:
         """Give ``tensor``, a view of the region, to the module. Return whether the module now holds a copy and not the
         view.
         """
+        if isinstance(tensor, QuantizedParameter):
+            self.assign(place, tensor)
+            return False
         value = tensor.to(None, self.dtype if tensor.is_floating_point() else None)
         if place.is_buffer and same_memory(value, tensor):
             value = value.clone()  # the forward may write to it, so it is never a view

@@ -32,7 +32,8 @@ class HostLoad:
         while backlog.pending:
             check()
             for name in backlog.wait_for_arrivals(_NEXT_TENSOR_S, _PATIENT_S):
-                place, tensor = backlog.pending.pop(name), tensors.tensor(name)
+                place = backlog.pending.pop(name)
+                tensor = tensors.tensor(name, keep_codes=self._applier.takes_codes(place))
                 start = time.monotonic_ns()
                 copied = self._applier.apply(place, tensor)
                 backlog.mark_applied(place, start)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import WeightsError
+from medusa_runtime.kernels.quantized import QuantizedParameter
 
 # These look at a tensor, not into it.
 _HARMLESS = frozenset(
@@ -123,11 +124,15 @@ def resolve(tensor: Tensor, value: Tensor) -> Tensor:
     pending = pending_value(tensor)
     assert pending is not None
     if value is not tensor and not _swapped(tensor, value):
-        value.__class__ = pending.kind
+        value.__class__ = type(value) if isinstance(value, QuantizedParameter) else pending.kind
         vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
         pending.value = value
         return value
-    tensor.__class__ = pending.kind  # from here on other threads use it
+    kind = pending.kind
+    if isinstance(value, QuantizedParameter):
+        kind = type(value)
+        vars(tensor).update(vars(value))
+    tensor.__class__ = kind  # from here on other threads use it
     del vars(tensor)[_KEY]
     return tensor
 

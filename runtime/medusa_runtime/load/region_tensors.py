@@ -48,8 +48,11 @@ class RegionTensors:
         """Have these tensors fetched next; does not wait."""
         self.region.hint(names)
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor whose bytes have arrived: a view of the region where that is possible."""
+    def tensor(self, name: str, *, keep_codes: bool = False) -> Tensor:
+        """Return a tensor whose bytes have arrived: a view of the region where that is possible.
+
+        With ``keep_codes`` a quantized weight may stay as it is stored: it is a ``QuantizedParameter``.
+        """
         if self._views is None:
             self._views = Views(self.region)
         return self._views.tensor(name, self.region.wait_index().tensors[name])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_fixtures import SETTINGS, Served, byte_level_tokenizer, fill_region
-from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.engine.checkpoint_files import read_config
+from medusa_runtime.engine.torch import kv_size
 from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.profile import profile
 from medusa_runtime.errors import ConfigError, MismatchError, ModelError
@@ -94,28 +95,30 @@ def test_greedy_tokens_are_those_of_the_floats(
     assert found != [serve(checkpoint).ask(text).tokens for text in ("Tokens", "A layer runs")]
 
 
-def test_the_plan_counts_the_memory_of_what_is_made(checkpoint: Path, tmp_path: Path) -> None:
-    quantize(checkpoint, tmp_path, "pack-4")
+@pytest.mark.parametrize(("name", "scales"), [("pack-4", 32), ("awq", 32), ("int8", 0), ("gptq-4-act-order", None)])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_plan_counts_the_memory_of_what_is_made(
+    name: str, scales: int | None, has_kernels: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``scales``: the columns that share one, 0 for a whole row; None where floats are kept in any case."""
+    if not has_kernels:
+        monkeypatch.setattr(kv_size, "native_kernels", lambda: "no compiled kernel")
+    quantize(checkpoint, tmp_path, name)
     region = fill_region(tmp_path)
     try:
         config, index = read_config(region), region.wait_index()
-        made = sum(4 * 8 * e.shape[0] * e.shape[1] for name, e in index.tensors.items() if name.endswith("_packed"))
-        assert made == 4 * 4 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
-        from dataclasses import replace
-
         limited = replace(SETTINGS, memory_limit_mb=1)
-        plain = replace(config, quantization=None)
-        scales = {name: e for name, e in index.tensors.items() if name.endswith(("_packed", "_shape", "_g_idx"))}
-        cast = sum(4 * _numel(entry) for entry in scales.values())  # what a plan without the scheme takes for casts
-        before = free_bytes(region, limited, plain, torch.float32) + cast
-        assert before - free_bytes(region, limited, config, torch.float32) == made
+        shapes = [(64, 64)] * 2 + [(32, 64)] * 2 + [(128, 64)] * 2 + [(64, 128)]
+        values = 4 * sum(rows * columns for rows, columns in shapes)
+        made = 4 * values
+        if has_kernels and scales is not None:
+            made = 8 * 4 * sum(rows * columns // (scales or columns) for rows, columns in shapes)
+            made += values // 2 if name == "awq" else 0
+        stored = sum(shard.data_bytes for shard in index.shards)
+        assert free_bytes(region, limited, config, torch.float32) == (1 << 20) - stored - made
         assert sorted(profile(region, SETTINGS).order) == sorted(index.tensors)
     finally:
         region.close()
-
-
-def _numel(entry: TensorEntry) -> int:
-    return torch.Size(entry.shape).numel()
 
 
 def test_a_group_index_is_used_as_it_was_checked() -> None:

@@ -140,6 +140,31 @@ def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtyp
         assert torch.equal(out[0], alone)  # a row has the same bits in every batch
 
 
+@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packing", ["int8", "nibbles", "fp8"])
+def test_products_with_quantized_weights(
+    image: Image, emulated: Path, here: native.NativeKernels, packing: str, dtype: torch.dtype, dots: bool
+) -> None:
+    cols, depth, per_byte = 37, 2080, 2 if packing == "nibbles" else 1
+    values = made(image, cols, depth // per_byte, dtype=torch.float32).abs().mul(40).to(torch.uint8).clamp(max=120)
+    scale, zero = made(image, cols, depth // 32, dtype=torch.float32), made(image, 1, 1, dtype=torch.float32)
+    number = {"int8": 0, "nibbles": 3, "fp8": 7}[packing]
+    codes = native.StoredCodes(image.place(values), scale, shape=(cols, depth), packing=number, size=(1, 32), zero=zero)
+    part = native._Part(cols=cols, codes=ctypes.addressof(image.place(codes._struct)))
+    x, out = made(image, 40, depth, dtype=dtype), image.place(torch.zeros(40, cols, dtype=dtype))
+    place = ctypes.addressof(image.place((native._Part * 1)(part)))
+    floats = torch.zeros(cols, depth)
+    here.dequantize(codes, floats)
+    expected = here.linear(x.float(), floats, None)
+    for rows in (1, 40):
+        pointers = (out.data_ptr(), x.data_ptr(), place, 1, 0)
+        integers = (rows, depth, depth, 0, native.DTYPES[dtype], THREADS)
+        call(image, emulated, "medusa_products", *pointers, *integers, dots=dots)
+        error = (out[:rows].float() - expected[:rows]).abs().max() / expected.abs().max()
+        assert error < 2 * torch.finfo(dtype).eps + 1e-6
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_steps_between_products(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype) -> None:
     number, item = native.DTYPES[dtype], dtype.itemsize
@@ -195,14 +220,12 @@ def test_dequantize(
     values = image.place(torch.randint(-128, 128, (rows, columns), generator=torch.Generator().manual_seed(0)).char())
     scale, zero = made(image, rows, columns // wide, dtype=torch.float32), made(image, rows, 11, dtype=torch.float32)
     out = image.place(torch.zeros((columns, rows) if transposed else (rows, columns), dtype=dtype))
-    codes = native._Codes(
-        *(values.data_ptr(), scale.data_ptr(), zero.data_ptr(), None, None, out.data_ptr()),
-        *(rows, columns, 1, wide, columns // wide, 0, 0, transposed, native.DTYPES[dtype]),
-    )
-    call(image, emulated, "medusa_dequantize", ctypes.addressof(image.place(codes)), THREADS)
+    size: Any = {"shape": (rows, columns), "size": (1, wide), "packing": 0, "transposed": transposed}
+    codes = native.StoredCodes(values, scale, zero=zero, **size)
+    job = image.place(codes.job(out, 0, native.DTYPES[dtype]))
+    call(image, emulated, "medusa_dequantize", ctypes.addressof(job), THREADS)
     expected = torch.zeros_like(out)
-    shapes: Any = {"shape": (rows, columns), "size": (1, wide), "packing": 0, "transposed": transposed}
-    here.dequantize(values, scale, expected, **shapes, zero=zero, group_of=None, table=None)
+    here.dequantize(codes, expected)
     assert torch.equal(out, expected)  # each number is computed alone
 
 

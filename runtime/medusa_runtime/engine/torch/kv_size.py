@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from ...checkpoint.index import TensorEntry, WeightIndex
+from ...checkpoint.index import WeightIndex
 from ...config import Settings
+from ...kernels import native
+from ...kernels.compiled import native_kernels
 from ...limits import memory_available_bytes
 from ...models import ModelConfig
 from ...region.reader import Region
@@ -28,8 +30,7 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
     # Local shards are mapped files. They are page cache, which counts as available memory, so all of it is subtracted.
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
-    stored = region.wait_index().tensors
-    casts = sum(_cast_bytes(entry, dtype, entry is not stored.get(name)) for name, entry in index.tensors.items())
+    casts = sum(_made_bytes(name, index, config, dtype) for name in index.tensors)
     free = memory_available_bytes() - to_come - casts
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - total - casts)
@@ -46,13 +47,18 @@ def model_index(region: Region, config: ModelConfig, dtype: torch.dtype) -> Weig
     return DequantizedIndex(index, config.quantization, dtype)
 
 
-def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, is_synthesized: bool) -> int:
-    """Return the bytes of a tensor's copy in another dtype; 0 if it is used in place.
+def _made_bytes(name: str, index: WeightIndex, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that are made of a tensor: a copy in another dtype, or the floats of a quantized weight."""
+    if config.quantization is not None:
+        from ...load.quantized.tensors import DequantizedIndex
 
-    ``is_synthesized``: the tensor is not in the checkpoint but made from quantized ones, and so always takes memory.
-    """
-    name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    return 0 if entry.dtype == name and not is_synthesized else math.prod(entry.shape) * dtype.itemsize
+        assert isinstance(index, DequantizedIndex)
+        if name in index.stored:
+            keep_codes = isinstance(native_kernels(), native.NativeKernels)
+            return index.made_bytes(name, dtype, keep_codes=keep_codes)
+    stored = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    entry = index.tensors[name]
+    return 0 if entry.dtype == stored else math.prod(entry.shape) * dtype.itemsize
 
 
 def geometry(shape: KvShape, max_positions: int) -> Geometry:

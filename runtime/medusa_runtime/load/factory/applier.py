@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.aliasing import aliased
 from medusa_runtime.load.alignment import must_move
 from medusa_runtime.load.applier import Applier, same_memory
@@ -84,7 +85,12 @@ class FactoryApplier(Applier):
                 value = tensor if is_lazy(tensor) else tensor.detach()
             yield value
 
+    def takes_codes(self, place: Place) -> bool:
+        return place not in self._in_place and super().takes_codes(place)
+
     def apply(self, place: Place, tensor: Tensor) -> bool:
+        if isinstance(tensor, QuantizedParameter):
+            return super().apply(place, tensor)
         value = self._converted(place, tensor)
         filled = place in self._in_place and fill_in_place(place.tensor, value)
         if place.is_buffer and not filled and same_memory(value, tensor):

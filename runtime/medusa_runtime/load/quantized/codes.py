@@ -9,12 +9,14 @@ from torch import Tensor
 
 from medusa_runtime.kernels import native
 from medusa_runtime.kernels.compiled import native_kernels
+from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.quantized import unpack
 
 _CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
-_SIGNED, _UNSIGNED, _TABLE = 0, 1, 2  # how dequantize.c reads bytes
-_PACKED = {("across", 4): 3, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
-_BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _TABLE, torch.float8_e5m2: _TABLE}
+_SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3 = 0, 1, 2, 3, 7  # how the kernels read values: the enum in codes.h
+_PACKED = {("across", 4): _NIBBLES, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
+_NIBBLE_RUN = 8  # the columns of a row of nibbles are a multiple of it
+_BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _TABLE}
 
 
 class Codes(NamedTuple):
@@ -48,28 +50,58 @@ class Codes(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in ``dtype``, rounded once."""
-        shape, kernels = self.shape, native_kernels()
+        shape, kernels, packing = self.shape, native_kernels(), self._packing
         out = torch.empty(shape[::-1] if self.transposed else shape, dtype=dtype)
-        packing = _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
         if isinstance(kernels, native.NativeKernels) and packing is not None:
-            self._compiled(kernels, packing, out)
+            kernels.dequantize(self._stored(packing), out)
         else:
             self._by_torch(out)
         return out
 
-    def _compiled(self, kernels: native.NativeKernels, packing: int, out: Tensor) -> None:
+    def kept(self, dtype: torch.dtype) -> QuantizedParameter | None:
+        """Return the weight for products that decode it as they go. ``dtype`` is that of its floats for all else.
+
+        The values stay where they are, unless they are transposed: then they are copied, without their layout. None if
+        no kernel multiplies with such a weight.
+        """
+        kernels, packing = native_kernels(), self._packing
+        if not isinstance(kernels, native.NativeKernels) or packing is None or self.group_of is not None:
+            return None
+        if not self.transposed:
+            values, codes = self.stored, self._stored(packing)
+        else:
+            inputs, outputs = self.shape
+            if inputs % _NIBBLE_RUN:
+                return None
+            values = torch.empty(outputs, inputs // 2 if self.bits == 4 else inputs, dtype=torch.uint8)
+            kernels.transpose(self._stored(packing), values)
+            scale = self.scale.float().t().clone(memory_format=torch.contiguous_format)  # never a view of the region
+            codes = native.StoredCodes(
+                values,
+                scale,
+                shape=(outputs, inputs),
+                packing=_NIBBLES if self.bits == 4 else _UNSIGNED,
+                size=(1, inputs // scale.shape[1]),
+                zero=None if self.zero is None else self.zero.float().t().contiguous(),
+                group_of=self.group_of,
+            )
+        return QuantizedParameter(values, codes, dtype)
+
+    @property
+    def _packing(self) -> int | None:
+        return _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
+
+    def _stored(self, packing: int) -> native.StoredCodes:
         shape, scale = self.shape, self.scale.float().contiguous()
-        high, wide = self.block or (shape[0] // scale.shape[0], shape[1] // scale.shape[1])
         table = None
-        if packing == _TABLE:
+        if packing in (_TABLE, _E4M3):
             table = torch.arange(256, dtype=torch.uint8).view(self.stored.dtype).float()
-        kernels.dequantize(
+        return native.StoredCodes(
             self.stored.contiguous(),
             scale,
-            out,
             shape=shape,
             packing=packing,
-            size=(high, wide),
+            size=self.block or (shape[0] // scale.shape[0], shape[1] // scale.shape[1]),
             zero=None if self.zero is None else self.zero.float().contiguous(),
             group_of=self.group_of,
             table=table,

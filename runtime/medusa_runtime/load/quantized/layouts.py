@@ -33,6 +33,11 @@ class QuantizedWeight(NamedTuple):
     shape: tuple[int, int]
     parts: dict[str, str]
 
+    @property
+    def can_stay(self) -> bool:
+        """Whether kernels can multiply with this weight's codes, so that its floats are not kept."""
+        return self.scheme.bits in (4, 8) and not self.scheme.scattered
+
     def codes(self, tensors: Mapping[str, Tensor]) -> Codes:
         """Return the integers (or 8-bit floats) and scales that ``tensors``, given by the parts' names, hold.
 
@@ -48,6 +53,7 @@ class Layout(NamedTuple):
     needed, optional: the names of the parts.
     shape: checks all parts, and returns [out, in].
     codes: turns the parts' tensors into ``Codes``.
+    is_transposed: whether the values are stored as [in, out].
     """
 
     marker: str
@@ -55,6 +61,7 @@ class Layout(NamedTuple):
     optional: tuple[str, ...]
     shape: Callable[[_Parts, Scheme], tuple[int, int]]
     codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes]
+    is_transposed: bool = False
 
 
 class _Parts:
@@ -289,8 +296,8 @@ LAYOUTS: dict[str, Layout] = {
         _pack_shape,
         _pack_codes,
     ),
-    "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes),
-    "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes),
+    "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes, True),
+    "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes, True),
 }
 _PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
 

@@ -30,6 +30,7 @@ class Scheme:
     group: how many columns share a scale. block: how many rows and columns do. With neither, the scale's shape says
         whether it is for the whole tensor or for each row.
     shifted: stored zero points are one too small, as in GPTQ's first format.
+    scattered: the columns of a group may lie apart (GPTQ's ``desc_act``), so that no kernel multiplies with the codes.
     """
 
     layout: str
@@ -38,6 +39,7 @@ class Scheme:
     block: tuple[int, int] | None = None
     symmetric: bool = True
     shifted: bool = False
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ def _compressed_scheme(weights: _Reader, form: str) -> Scheme:
         group=weights.group("group_size") if strategy == "group" else None,
         block=weights.block("block_structure", weights.get("block_structure")) if strategy == "block" else None,
         symmetric=weights.flag("symmetric", True),
+        scattered=weights.get("actorder") in ("group", True),
     )
 
 
@@ -206,7 +209,14 @@ def _gptq(reader: _Reader) -> Quantization:
         raise reader.error("is_marlin_format", "false", True)
     reader.one_of("pack_dtype", ("int32",), "int32")
     bits, group = reader.bits("bits", known=_PACKABLE), reader.group("group_size")
-    scheme = Scheme(layout="gptq", bits=bits, group=group, symmetric=False, shifted=form == "gptq")
+    scheme = Scheme(
+        layout="gptq",
+        bits=bits,
+        group=group,
+        symmetric=False,
+        shifted=form == "gptq",
+        scattered=reader.flag("desc_act", False),
+    )
     rules = []
     dynamic = reader.get("dynamic")
     for pattern, options in (reader.inside("dynamic", dynamic).raw if dynamic else {}).items():

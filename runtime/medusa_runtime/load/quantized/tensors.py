@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
-from medusa_runtime.load.quantized.layouts import QuantizedWeight, find_quantized, is_unused
+from medusa_runtime.load.quantized.layouts import LAYOUTS, QuantizedWeight, find_quantized, is_unused
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.load.views import DTYPES
@@ -41,6 +42,16 @@ class DequantizedIndex(WeightIndex):
             order[name] = None
         super().__init__(index.shards, tensors, tuple(order), recorded=index.recorded)
 
+    def made_bytes(self, name: str, dtype: torch.dtype, *, keep_codes: bool) -> int:
+        """Return how many bytes a quantized weight takes beside the region; see ``Codes.kept`` for ``keep_codes``."""
+        stored = self.stored[name]
+        values = math.prod(stored.shape)
+        if not keep_codes or not stored.can_stay:
+            return values * dtype.itemsize
+        scales = values // (stored.scheme.group or stored.shape[1])
+        copied = values * stored.scheme.bits // 8 if LAYOUTS[stored.scheme.layout].is_transposed else 0
+        return copied + 2 * 4 * scales  # scales and zero points are copied as float32
+
     def parts(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's names of the tensors that make up these, in the same order."""
         stored = self.stored
@@ -50,13 +61,15 @@ class DequantizedIndex(WeightIndex):
 class DequantizedTensors(RegionTensors):
     """The tensors of a quantized region. A weight is dequantized to ``dtype`` once all its parts have arrived.
 
-    The integers are read once, and only the floats are kept.
+    Where its codes are kept, it stays quantized: it is a view of the region, or a copy in an order that the kernels
+    can read.
     """
 
     def __init__(self, region: Region, quantization: Quantization, dtype: torch.dtype) -> None:
         super().__init__(region)
         self._quantization, self._dtype = quantization, dtype
         self._index: DequantizedIndex | None = None
+        self._viewed: set[str] = set()  # the quantized weights that are views of the region
 
     def wait_index(self, timeout_s: float | None = None) -> DequantizedIndex:
         if self._index is None:
@@ -76,19 +89,26 @@ class DequantizedTensors(RegionTensors):
     def hint(self, names: Sequence[str]) -> None:
         self.region.hint(self.wait_index().parts(names))
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, keep_codes: bool = False) -> Tensor:
         stored = self.wait_index().stored.get(name)
         if stored is None:
             return super().tensor(name)
         tensors = {part: RegionTensors.tensor(self, full) for part, full in stored.parts.items()}
-        return stored.codes(tensors).dequantize(self._dtype)
+        codes = stored.codes(tensors)
+        kept = codes.kept(self._dtype) if keep_codes else None
+        if kept is None:
+            return codes.dequantize(self._dtype)
+        if not codes.transposed:
+            self._viewed.add(name)
+        return kept
 
     def file_range(self, name: str) -> FileRange | None:
         return None if name in self.wait_index().stored else super().file_range(name)
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
         for part in self._parts(name):
-            super().applied(part, copied=copied or name in self.wait_index().stored, release=release)
+            made = name in self.wait_index().stored and name not in self._viewed
+            super().applied(part, copied=copied or made, release=release)
 
     def release_unread(self, names: Collection[str]) -> None:
         super().release_unread(self.wait_index().parts(names))

@@ -14,6 +14,7 @@ class Linear(nn.Linear):
     """A linear layer: [tokens, in] → [tokens, out]. ``adapted`` is set once a LoRA adapter has matrices for it."""
 
     adapted: AdaptedLayer | None = None
+    takes_codes = True  # the weight may stay quantized (load/applier.py)
 
     def reset_parameters(self) -> None:
         """Do nothing, because a loader brings the values."""

@@ -1,0 +1,23 @@
+/* Quantized weights as checkpoints store them. decode.h turns them into floats. */
+#pragma once
+
+#include <stdint.h>
+
+/* How values are stored, as in load/quantized/codes.py: bytes, words of nibbles or bytes, or floats of 8 bits. */
+enum packing { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3 };
+
+/* What medusa_dequantize makes of transposed codes beside floats (dtype.h): their integers, [columns, rows]. */
+enum { AS_NIBBLES = 3, AS_BYTES = 4 };
+
+#define DECODED 2048L /* the most values of a row that are decoded at a time */
+
+/* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. */
+struct codes {
+    const void *values;
+    const float *scale, *zero; /* zero may be null; with one_zero it is a single number for all */
+    const int64_t *group_of;   /* the scale's column (transposed: row) for each stored column (row); may be null */
+    const float *table;        /* the float that each of the 256 bytes stands for */
+    void *out;                 /* [rows, columns], or [columns, rows] if transposed */
+    long rows, columns, high, wide, scale_columns;
+    int one_zero, packing, transposed, dtype;
+};

@@ -1,0 +1,67 @@
+"""Weights that stay quantized: parameters that look like the floats that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_runtime.kernels import native
+from medusa_runtime.kernels.compiled import native_kernels
+
+# These look at a tensor's form, and not at its values.
+_FORM = frozenset(
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
+    | {Tensor.element_size, Tensor.__len__}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "itemsize", "nbytes")}
+)
+_OWN = frozenset(getattr(Tensor, name).__get__ for name in ("device", "is_meta", "requires_grad", "is_leaf", "grad"))
+
+
+class QuantizedParameter(nn.Parameter):
+    """A weight [out, in] in its quantized form. Its memory is that of the stored values, mostly a view of a region.
+
+    ``linear`` multiplies with ``codes``. Any other function of torch gets the floats, which are made for it anew each
+    time.
+    """
+
+    codes: native.StoredCodes
+    floats_dtype: torch.dtype
+
+    def __new__(cls, values: Tensor, codes: native.StoredCodes, dtype: torch.dtype) -> QuantizedParameter:
+        made = super().__new__(cls, values, requires_grad=False)
+        made.codes, made.floats_dtype = codes, dtype
+        return made
+
+    def floats(self) -> Tensor:
+        """Return the floats that the weight stands for."""
+        kernels = native_kernels()
+        assert isinstance(kernels, native.NativeKernels)
+        out = torch.empty(self.codes.shape, dtype=self.floats_dtype)
+        kernels.dequantize(self.codes, out)
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        if func in _FORM:
+            weight = args[0]
+            return func(torch.empty(weight.codes.shape, dtype=weight.floats_dtype, device="meta"), *args[1:])
+        return func(*_plain(args), **dict(zip(kwargs or {}, _plain((kwargs or {}).values()), strict=True)))
+
+
+def _plain(values: Any) -> tuple[Any, ...]:
+    return tuple(
+        value.floats()
+        if type(value) is QuantizedParameter
+        else type(value)(_plain(value))
+        if type(value) in (tuple, list)
+        else value
+        for value in values
+    )
+
+
+__all__ = ["QuantizedParameter"]

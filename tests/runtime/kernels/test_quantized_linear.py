@@ -1,0 +1,204 @@
+"""Products with quantized weights: the same bits as with the floats that they stand for."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from medusa_runtime import kernels
+from medusa_runtime.kernels import native, quantized
+from medusa_runtime.load.quantized import codes
+from medusa_runtime.load.quantized.codes import Codes
+from torch import Tensor
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def integers(rows: int, columns: int, low: int, high: int) -> Tensor:
+    return torch.randint(low, high, (rows, columns), generator=torch.Generator().manual_seed(rows + columns))
+
+
+def words(rows: int, columns: int) -> Tensor:
+    return integers(rows, columns, -(1 << 31), 1 << 31).int()
+
+
+def fractions(rows: int, columns: int) -> Tensor:
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows * columns)) / 64
+
+
+def zeros(rows: int, columns: int, bits: int = 4) -> Tensor:
+    return integers(rows, columns, 0, 1 << bits).to(torch.uint8)
+
+
+def eights(rows: int, columns: int) -> Tensor:
+    """Floats of 8 bits: all of them but NaN."""
+    found = integers(rows, columns, 0, 256)
+    return found.where(found % 128 < 127, 0).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+# Each makes a weight [out, in] with in >= 64: groups that are whole vectors, groups that are not, and whole rows.
+FORMS: dict[str, Callable[[int, int], Codes]] = {
+    "int8": lambda rows, columns: Codes(integers(rows, columns, -128, 128).char(), fractions(rows, 1)),
+    "int8-tensor": lambda rows, columns: Codes(integers(rows, columns, -128, 128).char(), fractions(1, 1)),
+    "int8-zeros": lambda rows, columns: Codes(
+        integers(rows, columns, -128, 128).char(), fractions(rows, columns // 8), integers(rows, columns // 8, -9, 9)
+    ),
+    "bytes": lambda rows, columns: Codes(
+        words(rows, columns // 4), fractions(rows, columns // 32), torch.full((1, 1), 128.0), "across", 8
+    ),
+    "nibbles": lambda rows, columns: Codes(
+        words(rows, columns // 8), fractions(rows, columns // 32), torch.full((1, 1), 8.0), "across", 4
+    ),
+    "nibbles-rows": lambda rows, columns: Codes(
+        words(rows, columns // 8), fractions(rows, 1), zeros(rows, 1), "across", 4
+    ),
+    "nibbles-small-groups": lambda rows, columns: Codes(
+        words(rows, columns // 8), fractions(rows, columns // 8), zeros(rows, columns // 8), "across", 4
+    ),
+    "fp8": lambda rows, columns: Codes(eights(rows, columns), fractions(rows, 1)),
+    "fp8-blocks": lambda rows, columns: Codes(
+        eights(rows, columns), fractions(-(-rows // 48), -(-columns // 40)), block=(48, 40)
+    ),
+    "fp8-e5m2": lambda rows, columns: Codes(
+        (integers(rows, columns, 0, 120)).to(torch.uint8).view(torch.float8_e5m2), fractions(rows, 1)
+    ),
+    "gptq": lambda rows, columns: Codes(
+        words(columns // 8, rows), fractions(columns // 32, rows), zeros(columns // 32, rows), "down", 4,
+        transposed=True,
+    ),
+    "gptq-8": lambda rows, columns: Codes(
+        words(columns // 4, rows), fractions(1, rows), zeros(1, rows, 8), "down", 8, transposed=True
+    ),
+    "awq": lambda rows, columns: Codes(
+        words(columns, rows // 8), fractions(columns // 32, rows), zeros(columns // 32, rows), "interleaved", 4,
+        transposed=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def used(compiled: native.NativeKernels, monkeypatch: pytest.MonkeyPatch) -> native.NativeKernels:
+    """The kernels of one instruction set, for all of this process."""
+    for module in (codes, kernels, quantized):
+        monkeypatch.setattr(module, "native_kernels", lambda: compiled)
+    return compiled
+
+
+def kept(made: Codes) -> Tensor:
+    found = made.kept(torch.float32)
+    assert found is not None
+    return found
+
+
+def floats_of(made: Codes) -> Tensor:
+    """The floats as torch computes them."""
+    floats = torch.empty(made.shape[::-1] if made.transposed else made.shape)
+    made._by_torch(floats)
+    return floats
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_has_the_bits_of_one_with_the_floats(
+    used: native.NativeKernels, form: str, dtype: torch.dtype
+) -> None:
+    for cols, depth in ((40, 64), (96, 2080), (104, 4192)):
+        made = FORMS[form](cols, depth)
+        weight, floats = kept(made), floats_of(made)
+        bias = torch.randn(cols).to(dtype)
+        for rows in (1, 2, 5, 8, 9, 40, 300):
+            x = torch.randn(rows, depth).to(dtype)
+            found = used.products(x, (weight,), (bias,))
+            if used.bf16_dots and dtype is torch.bfloat16:
+                expected = used.linear(x, floats.to(dtype), bias)
+            else:
+                expected = used.linear(x.float(), floats, bias.float()).to(dtype)
+            assert torch.equal(found, expected), (cols, depth, rows)
+
+
+def test_columns_that_end_within_a_vector(used: native.NativeKernels) -> None:
+    made = Codes(integers(50, 1037, -128, 128).char(), fractions(50, 1))
+    x = torch.randn(3, 1037)
+    assert torch.equal(used.products(x, (kept(made),), (None,)), used.linear(x, floats_of(made), None))
+
+
+def test_several_weights_at_once_are_each_alone(used: native.NativeKernels) -> None:
+    weights = [kept(FORMS[form](cols, 2080)) for form, cols in (("nibbles", 40), ("int8", 200), ("gptq", 8))]
+    bias = torch.randn(200).bfloat16()
+    for rows in (1, 9, 300):
+        x = torch.randn(rows, 2080).bfloat16()
+        found = used.products(x, weights, (None, bias, None))
+        alone = [used.products(x, (weight,), (each,)) for weight, each in zip(weights, (None, bias, None), strict=True)]
+        assert torch.equal(found, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("form", ["nibbles", "int8", "fp8"])
+def test_codes_at_the_end_of_read_only_memory(used: native.NativeKernels, form: str) -> None:
+    """The last row ends where memory ends: a byte read further, or a write, would kill this process."""
+    page = mmap.PAGESIZE
+    made = FORMS[form](8, 1024)
+    size = made.stored.nbytes
+    memory = mmap.mmap(-1, 8 * page)
+    place = torch.frombuffer(memory, dtype=torch.uint8, count=7 * page)[7 * page - size :]
+    place.copy_(made.stored.view(torch.uint8).flatten())
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    end = place.data_ptr() + size
+    assert protect(end - 7 * page, 7 * page, mmap.PROT_READ) == 0
+    assert protect(end, page, 0) == 0
+    there = made._replace(stored=place.view(made.stored.dtype).view(made.stored.shape))
+    for rows in (1, 20):
+        x = torch.randn(rows, 1024)
+        assert torch.equal(used.products(x, (kept(there),), (None,)), used.products(x, (kept(made),), (None,)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["nibbles", "fp8-blocks", "int8-tensor"])
+def test_torch_multiplies_what_is_not_ours(form: str, dtype: torch.dtype) -> None:
+    """Many rows where torch is faster, other strides, gradients: with the floats of a slice at a time."""
+    if isinstance(kernels.native_kernels(), str):
+        pytest.skip("no compiled kernels")
+    made = FORMS[form](1104, 128)
+    weight, floats = kept(made), floats_of(made).to(dtype)
+    x, bias = torch.randn(2, 70, 128).to(dtype), torch.randn(1104).to(dtype)
+    torch.testing.assert_close(kernels.linear(x, weight, bias), F.linear(x, floats, bias), rtol=0.02, atol=0.02)
+    transposed = torch.randn(128, 3).to(dtype).t()
+    torch.testing.assert_close(kernels.linear(transposed, weight), F.linear(transposed, floats), rtol=0.02, atol=0.02)
+    trained = torch.randn(3, 128).to(dtype).requires_grad_()
+    kernels.linear(trained, weight).sum().backward()  # type: ignore[no-untyped-call]
+    assert trained.grad is not None
+
+
+def test_quantized_and_plain_weights_of_one_input() -> None:
+    if isinstance(kernels.native_kernels(), str):
+        pytest.skip("no compiled kernels")
+    made = FORMS["nibbles"](40, 64)
+    x, plain = torch.randn(3, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    with torch.inference_mode():
+        first, other = kernels.linears(x, [kept(made), plain], [None, None])
+        assert torch.equal(first, kernels.linear(x, kept(made)))
+        assert torch.equal(other, kernels.linear(x, plain))
+        both = kernels.concatenated_linear(x, [kept(made), plain], [None, None])
+        assert torch.equal(both, torch.cat([first, other], -1))
+        residual = torch.randn(3, 40).bfloat16()
+        assert torch.equal(kernels.linear(x, kept(made), None, residual), residual + first)
+
+
+def test_what_no_kernel_multiplies_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = FORMS["nibbles"](40, 64)
+    assert made._replace(group_of=torch.zeros(64, dtype=torch.int64)).kept(torch.float32) is None
+    assert Codes(words(8, 4), fractions(8, 1), None, "across", 2).kept(torch.float32) is None
+    assert Codes(words(8, 4), fractions(8, 1)).kept(torch.float32) is None
+    monkeypatch.setattr(codes, "native_kernels", lambda: "no compiled kernel")
+    assert made.kept(torch.float32) is None
+
+
+def test_each_float_of_8_bits(used: native.NativeKernels) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(1, 256).view(torch.float8_e4m3fn)
+    found = Codes(every, torch.tensor([[0.5]])).dequantize(torch.float32)
+    assert torch.equal(found.nan_to_num(-1.0), (every.float() * 0.5).nan_to_num(-1.0))
+    assert found.isnan().sum() == 2
