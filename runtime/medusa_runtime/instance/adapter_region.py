@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..checkpoint.adapter import ADAPTER_FILES, adapter_urls
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeError, ObjectNotFoundError, TooLargeError
-from ..process import wait_readable
 from ..region.reader import Region
 from ..timeline import Timeline
 from .supervisor import has_agent
@@ -37,7 +36,7 @@ class AdapterRegion(NamedTuple):
     def failed(self) -> bool:
         """Whether the region will never be complete: its fetch has failed, or the agent that fetched it has ended."""
         state = self.region.progress().state
-        if state == "done" or self.lease is None or not wait_readable(self.lease, 0):
+        if state == "done" or self.lease is None or not self.lease.has_loss():
             return state == "failed"
         return self.lease.read_loss() is not None
 

@@ -106,7 +106,7 @@ class Attachment:
             self._lease.close()
             self._lease = None
             losses.append(Loss.ENGINE)
-        if self._client is not None and self._client.fileno() in readable:
+        if self._client is not None and self._client.has_loss():
             reason = self._client.read_loss()
             if reason is not None:
                 self._client.close()

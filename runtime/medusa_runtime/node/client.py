@@ -37,6 +37,7 @@ class NodeClient:
         without the agent.
         """
         self._waits = waits
+        self._loss: str | None = None  # why, if the agent has said so while an answer was waited for
         trusted = {0, os.getuid()} | (set() if trusted_user is None else {trusted_user})
         _check_file(path, trusted)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -140,11 +141,17 @@ class NodeClient:
     def status(self) -> dict[str, Any]:
         return self._request("status").body
 
+    def has_loss(self) -> bool:
+        """Return whether ``read_loss`` has something to read, or to return."""
+        return self._loss is not None or wait_readable(self._socket, 0)
+
     def read_loss(self) -> str | None:
         """Read a message, and return why the region will not be completed; "" if the agent has gone, or None.
 
         Call it when there is something to read.
         """
+        if self._loss is not None:
+            return self._loss
         try:
             message = receive(self._socket)
         except (OSError, NodeError):
@@ -171,6 +178,9 @@ class NodeClient:
         answer = receive(self._socket)
         if answer is None:
             raise NodeAwayError("the node agent went away")
+        if answer.kind == "lost":  # it is no answer, but comes by itself
+            self._loss = str(answer.body.get("message"))
+            return self._read_answer(kind)
         if answer.kind == "error":
             answer.close()
             raise from_code(str(answer.body.get("code")), str(answer.body.get("message")))

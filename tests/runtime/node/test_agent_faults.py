@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import LimitError, MedusaError, NodeError
-from medusa_runtime.node.attachment import Attachment
+from medusa_runtime.node.attachment import Attachment, Loss
 from medusa_runtime.node.client import FEW_WAITS, NodeClient
 from medusa_runtime.node.messages import send
+from medusa_runtime.process import ReportPipe, wait_readable
 from medusa_runtime.timeline import Timeline
-from process_tree import alive, asleep, stopped
+from process_tree import alive, asleep, descendants, stopped
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.forked]
 
@@ -235,3 +237,25 @@ def test_a_link_in_the_place_of_the_agents_list_is_not_followed(start_node: Star
     node.until(lambda: Path(node.socket + ".regions").exists())
     assert precious.read_text() == "precious"
     assert not Path(node.socket + ".regions").is_symlink()
+
+
+def test_a_function_that_learns_of_a_lost_model_while_it_takes_an_engine_starts_on_its_own(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    url = put_model("m", 8 << 20)
+    origin.bytes_per_s = 1e6
+    node = start_node("--prewarm", "torch=1")
+    timeline, reports = Timeline.create("test"), ReportPipe()
+    attachment = Attachment.attach(Settings(model=url, node_socket=node.socket), timeline)
+    assert attachment is not None
+    assert attachment.region is not None
+    (prefetcher,) = (pid for pid, name in descendants(node.process.pid).items() if name == "prefetcher")
+    os.kill(prefetcher, signal.SIGKILL)
+    node.until(lambda: wait_readable(attachment.descriptors[0], 0))
+    with socket.socket() as listener:
+        assert not attachment.take_engine(listener, timeline, reports)
+    assert attachment.take_losses(set()) == [Loss.REGION]
+    attachment.region.close()
+    attachment.close()
+    reports.close()
+    os.close(timeline.fd)
