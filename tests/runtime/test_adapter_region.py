@@ -5,32 +5,26 @@ from __future__ import annotations
 import fcntl
 import resource
 import socket
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ObjectNotFoundError
 from medusa_runtime.instance.adapter_region import AdapterRegion, open_adapter
+from medusa_runtime.node.client import NodeClient
+from medusa_runtime.node.messages import channel_pair, send
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 
-class Lease:
+class Lease(NodeClient):
     """A connection to an agent, of which the test has the other end."""
 
     def __init__(self, least_descriptor: int) -> None:
-        ours, self.agents = socket.socketpair()
-        self.socket = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, least_descriptor))
+        ours, self.agents = channel_pair()
+        self._socket = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, least_descriptor))
+        self._loss = None
         ours.close()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def read_loss(self) -> str | None:
-        return self.socket.recv(100).decode() or None
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def test_an_adapter_of_an_agent_can_be_looked_at_beside_a_thousand_clients() -> None:
@@ -38,9 +32,9 @@ def test_an_adapter_of_an_agent_can_be_looked_at_beside_a_thousand_clients() -> 
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     try:
         lease = Lease(1500)  # select(2) takes descriptors below 1024
-        held = AdapterRegion(Region.create(), cast(Any, lease))
+        held = AdapterRegion(Region.create(), lease)
         assert not held.failed
-        lease.agents.send(b"the store has failed")
+        send(lease.agents, "lost", {"message": "the store has failed"})
         assert held.failed
         lease.agents.close()
         held.close()
