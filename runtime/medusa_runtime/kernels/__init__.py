@@ -60,6 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     """
     path = _path_of(x, weight, bias)
     if path.compiled is not None:
+        x = _ordered(x, weight)
         if residual is None or _like_result(residual, x, weight):
             rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
             addend = residual if residual is None or residual.dim() == 2 else residual.view(-1, residual.shape[-1])
@@ -93,7 +94,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     if x.dim() == 2:
         paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         path = paths[0]
-        if path.compiled is not None and all(one is path for one in paths):
+        if path.compiled is not None and _go_together(paths, weights):
             products = path.compiled.products(x, weights, biases)
             return torch.split_with_sizes(products, [weight.shape[0] for weight in weights], 1)
         if not x.is_cpu:
@@ -107,7 +108,7 @@ def concatenated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     """Return ``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
     paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     kernel = paths[0].compiled
-    if kernel is None or any(path is not paths[0] for path in paths):
+    if kernel is None or not _go_together(paths, weights):
         return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = kernel.products(rows, weights, biases)
@@ -166,10 +167,13 @@ def paged_attention(
 
 
 def describe() -> dict[str, str]:
-    """Return how products of each dtype, and attention, are computed on this machine, and why."""
+    """Return how products of each dtype, attention, and quantized weights are computed on this machine, and why."""
     kernels = native_kernels()
-    attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
-    return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
+    has_none = isinstance(kernels, str)
+    return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {
+        "attention": f"torch: {kernels}" if has_none else "native",
+        "quantized weights": f"kept as floats: {kernels}" if has_none else "native: decoded inside products",
+    }
 
 
 def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
@@ -203,6 +207,19 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         and x.numel() > 0
         and weight.numel() > 0
     )
+
+
+def _go_together(paths: Sequence[_Path], weights: Sequence[Tensor]) -> bool:
+    """Return whether one call of a kernel can compute all products: quantized weights and others do not mix."""
+    return all(path is paths[0] for path in paths) and (
+        paths[0] is not _decoded() or all(one.codes.order is None for one in weights)  # type: ignore[attr-defined]
+    )
+
+
+def _ordered(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x with its last dimension in the order of a quantized weight's columns."""
+    order = weight.codes.order if type(weight) is QuantizedParameter else None
+    return x if order is None else x.index_select(-1, order)
 
 
 def _codes_path(x: Tensor, weight: QuantizedParameter, bias: Tensor | None) -> _Path:
@@ -241,7 +258,7 @@ def _dequantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     kernels = native_kernels()
     assert isinstance(kernels, native.NativeKernels)
     assert isinstance(weight, QuantizedParameter)
-    codes = weight.codes
+    codes, x = weight.codes, _ordered(x, weight)
     (cols, depth), high = codes.shape, codes.block_rows
     step = cols if high >= cols else -(-_SLICE_COLS // high) * high
     floats, outs = torch.empty(min(step, cols), depth, dtype=x.dtype), []

@@ -17,6 +17,7 @@ struct codes {
     const float *scale, *zero; /* zero may be null; with one_zero it is a single number for all */
     const int64_t *group_of;   /* the scale's column (transposed: row) for each stored column (row); may be null */
     const float *table;        /* the float that each of the 256 bytes stands for */
+    const int64_t *order;      /* for AS_NIBBLES and AS_BYTES: the stored row that each result's column is; may be null */
     void *out;                 /* [rows, columns], or [columns, rows] if transposed */
     long rows, columns, high, wide, scale_columns;
     int one_zero, packing, transposed, dtype;

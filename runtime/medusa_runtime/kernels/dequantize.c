@@ -103,7 +103,7 @@ static void integers_as_columns(const struct codes *codes, long first, long stop
         for (long begin = 0; begin < codes->columns; begin += TILE_COLS) {
             const long count = at_most(codes->columns - begin, TILE_COLS), rows = at_most(stop - first, TILE_ROWS);
             for (long row = 0; row < rows; row++) {
-                decode(codes, first + row, begin, count, values);
+                decode(codes, codes->order ? codes->order[first + row] : first + row, begin, count, values);
                 for (long i = 0; i < count; i++)
                     bytes[i][row] = (uint8_t)(int)values[i];
             }

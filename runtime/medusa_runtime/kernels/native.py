@@ -67,7 +67,7 @@ class _Codes(ctypes.Structure):
     """struct codes in codes.h."""
 
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "out")),
+        *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "order", "out")),
         *((name, _LONG) for name in ("rows", "columns", "high", "wide", "scale_columns")),
         *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype")),
     ]
@@ -77,7 +77,8 @@ class StoredCodes:
     """A quantized matrix of ``shape`` as the kernels take it. codes.h explains the arguments.
 
     ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale and zero in fp32, and
-    ``group_of`` is int64 and within bounds.
+    ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs to the
+    input's element ``order[i]``.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class StoredCodes:
         group_of: Tensor | None = None,
         table: Tensor | None = None,
         transposed: bool = False,
+        order: Tensor | None = None,
     ) -> None:
-        self.shape = shape
+        self.shape, self.order = shape, order
         self._tensors = (values, scale, zero, group_of, table)  # kept alive, as the structure has only their addresses
         self._struct = _Codes(
             values=values.data_ptr(),
@@ -332,10 +334,14 @@ class NativeKernels:
         """
         self._dequantize(codes.job(out, first_row, DTYPES[out.dtype]), torch.get_num_threads())
 
-    def transpose(self, codes: StoredCodes, out: Tensor) -> None:
-        """Fill ``out`` with the integers of transposed codes: uint8 [columns, rows], or [columns, rows / 2] nibbles."""
-        dtype = _NIBBLES if out.shape[1] * 2 == codes.shape[0] else _BYTES
-        self._dequantize(codes.job(out, 0, dtype), torch.get_num_threads())
+    def transpose(self, codes: StoredCodes, out: Tensor, order: Tensor | None = None) -> None:
+        """Fill ``out`` with the integers of transposed codes: uint8 [columns, rows], or [columns, rows / 2] nibbles.
+
+        With ``order`` (int64 [rows]), column i of the result is the stored row ``order[i]``.
+        """
+        job = codes.job(out, 0, _NIBBLES if out.shape[1] * 2 == codes.shape[0] else _BYTES)
+        job.order = None if order is None else order.data_ptr()
+        self._dequantize(job, torch.get_num_threads())
 
 
 def _pool(pool: Tensor) -> _Pool:

@@ -40,7 +40,8 @@ class QuantizedParameter(nn.Parameter):
         assert isinstance(kernels, native.NativeKernels)
         out = torch.empty(self.codes.shape, dtype=self.floats_dtype)
         kernels.dequantize(self.codes, out)
-        return out
+        order = self.codes.order
+        return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -95,12 +95,12 @@ def test_greedy_tokens_are_those_of_the_floats(
     assert found != [serve(checkpoint).ask(text).tokens for text in ("Tokens", "A layer runs")]
 
 
-@pytest.mark.parametrize(("name", "scales"), [("pack-4", 32), ("awq", 32), ("int8", 0), ("gptq-4-act-order", None)])
+@pytest.mark.parametrize(("name", "scales"), [("pack-4", 32), ("awq", 32), ("int8", 0), ("gptq-4-act-order", 32)])
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_the_plan_counts_the_memory_of_what_is_made(
-    name: str, scales: int | None, has_kernels: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, scales: int, has_kernels: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``scales``: the columns that share one, 0 for a whole row; None where floats are kept in any case."""
+    """``scales``: the columns that share one, 0 for a whole row."""
     if not has_kernels:
         monkeypatch.setattr(kv_size, "native_kernels", lambda: "no compiled kernel")
     quantize(checkpoint, tmp_path, name)
@@ -111,9 +111,9 @@ def test_the_plan_counts_the_memory_of_what_is_made(
         shapes = [(64, 64)] * 2 + [(32, 64)] * 2 + [(128, 64)] * 2 + [(64, 128)]
         values = 4 * sum(rows * columns for rows, columns in shapes)
         made = 4 * values
-        if has_kernels and scales is not None:
+        if has_kernels:
             made = 8 * 4 * sum(rows * columns // (scales or columns) for rows, columns in shapes)
-            made += values // 2 if name == "awq" else 0
+            made += values // 2 if name in ("awq", "gptq-4-act-order") else 0
         stored = sum(shard.data_bytes for shard in index.shards)
         assert free_bytes(region, limited, config, torch.float32) == (1 << 20) - stored - made
         assert sorted(profile(region, SETTINGS).order) == sorted(index.tensors)

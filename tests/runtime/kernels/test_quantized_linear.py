@@ -188,9 +188,31 @@ def test_quantized_and_plain_weights_of_one_input() -> None:
         assert torch.equal(kernels.linear(x, kept(made), None, residual), residual + first)
 
 
+@pytest.mark.parametrize("form", ["gptq", "gptq-8"])
+def test_columns_of_a_group_that_lie_apart(used: native.NativeKernels, form: str) -> None:
+    made = FORMS[form](40, 2080)
+    groups = made.scale.shape[0]
+    made = made._replace(group_of=(torch.arange(2080) // (2080 // groups))[torch.randperm(2080)])
+    weight, floats = kept(made), floats_of(made)
+    order = made.group_of.argsort(stable=True)  # type: ignore[union-attr]
+    assert torch.equal(weight + 0, floats)
+    for rows in (1, 40):
+        x = torch.randn(rows, 2080)
+        with torch.inference_mode():
+            for found in (kernels.linear(x, weight), kernels.linears(x, [weight, weight], [None, None])[1]):
+                torch.testing.assert_close(found, F.linear(x, floats), rtol=1e-3, atol=1e-3)
+        assert torch.equal(
+            used.products(x[:, order], (weight,), (None,)),
+            used.linear(x[:, order], floats[:, order].contiguous(), None),
+        )
+
+
 def test_what_no_kernel_multiplies_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made = FORMS["nibbles"](40, 64)
-    assert made._replace(group_of=torch.zeros(64, dtype=torch.int64)).kept(torch.float32) is None
+    apart = torch.arange(64) % 2
+    assert made._replace(group_of=apart).kept(torch.float32) is None
+    unequal = FORMS["gptq"](40, 64)._replace(group_of=apart.where(torch.arange(64) > 0, 1))
+    assert unequal.kept(torch.float32) is None
     assert Codes(words(8, 4), fractions(8, 1), None, "across", 2).kept(torch.float32) is None
     assert Codes(words(8, 4), fractions(8, 1)).kept(torch.float32) is None
     monkeypatch.setattr(codes, "native_kernels", lambda: "no compiled kernel")

@@ -61,11 +61,13 @@ class Codes(NamedTuple):
     def kept(self, dtype: torch.dtype) -> QuantizedParameter | None:
         """Return the weight for products that decode it as they go. ``dtype`` is that of its floats for all else.
 
-        The values stay where they are, unless they are transposed: then they are copied, without their layout. None if
-        no kernel multiplies with such a weight.
+        The values stay where they are, unless they are transposed: then they are copied into rows, the columns of a
+        group beside each other. None if no kernel multiplies with such a weight.
         """
-        kernels, packing = native_kernels(), self._packing
-        if not isinstance(kernels, native.NativeKernels) or packing is None or self.group_of is not None:
+        kernels, packing, order = native_kernels(), self._packing, self._order()
+        if not isinstance(kernels, native.NativeKernels) or packing is None:
+            return None
+        if self.group_of is not None and order is None:
             return None
         if not self.transposed:
             values, codes = self.stored, self._stored(packing)
@@ -74,7 +76,7 @@ class Codes(NamedTuple):
             if inputs % _NIBBLE_RUN:
                 return None
             values = torch.empty(outputs, inputs // 2 if self.bits == 4 else inputs, dtype=torch.uint8)
-            kernels.transpose(self._stored(packing), values)
+            kernels.transpose(self._stored(packing), values, order)
             scale = self.scale.float().t().clone(memory_format=torch.contiguous_format)  # never a view of the region
             codes = native.StoredCodes(
                 values,
@@ -83,9 +85,16 @@ class Codes(NamedTuple):
                 packing=_NIBBLES if self.bits == 4 else _UNSIGNED,
                 size=(1, inputs // scale.shape[1]),
                 zero=None if self.zero is None else self.zero.float().t().contiguous(),
-                group_of=self.group_of,
+                order=order,
             )
         return QuantizedParameter(values, codes, dtype)
+
+    def _order(self) -> Tensor | None:
+        """Return the columns of transposed codes, group by group; None if that is their order, or cannot be had."""
+        if self.group_of is None or not self.transposed:
+            return None
+        sizes = torch.bincount(self.group_of, minlength=self.scale.shape[0])
+        return self.group_of.argsort(stable=True) if bool((sizes == sizes[0]).all()) else None
 
     @property
     def _packing(self) -> int | None:

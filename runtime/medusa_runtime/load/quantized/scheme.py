@@ -30,7 +30,7 @@ class Scheme:
     group: how many columns share a scale. block: how many rows and columns do. With neither, the scale's shape says
         whether it is for the whole tensor or for each row.
     shifted: stored zero points are one too small, as in GPTQ's first format.
-    scattered: the columns of a group may lie apart (GPTQ's ``desc_act``), so that no kernel multiplies with the codes.
+    scattered: the columns of a group may lie apart, in a layout whose rows are not copied.
     """
 
     layout: str
@@ -209,14 +209,7 @@ def _gptq(reader: _Reader) -> Quantization:
         raise reader.error("is_marlin_format", "false", True)
     reader.one_of("pack_dtype", ("int32",), "int32")
     bits, group = reader.bits("bits", known=_PACKABLE), reader.group("group_size")
-    scheme = Scheme(
-        layout="gptq",
-        bits=bits,
-        group=group,
-        symmetric=False,
-        shifted=form == "gptq",
-        scattered=reader.flag("desc_act", False),
-    )
+    scheme = Scheme(layout="gptq", bits=bits, group=group, symmetric=False, shifted=form == "gptq")
     rules = []
     dynamic = reader.get("dynamic")
     for pattern, options in (reader.inside("dynamic", dynamic).raw if dynamic else {}).items():
