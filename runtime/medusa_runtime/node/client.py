@@ -124,7 +124,12 @@ class NodeClient:
         ``gpus``: the process gets this CUDA_VISIBLE_DEVICES; None: the agent's.
         """
         body = {"kind": kind, "settings": settings} | ({} if gpus is None else {"gpus": gpus})
-        return int(self._request("engine", body, descriptors).body["pid"])
+        try:
+            return int(self._request("engine", body, descriptors).body["pid"])
+        except NodeError:
+            if self._loss is not None:
+                raise NodeError(self._loss) from None
+            raise
 
     def return_region(self, url: str, region_fd: int) -> None:
         """Bring an agent a region that an earlier agent made. Raises NodeError if it does not accept it."""

@@ -240,7 +240,7 @@ def test_a_link_in_the_place_of_the_agents_list_is_not_followed(start_node: Star
 
 
 def test_a_function_that_learns_of_a_lost_model_while_it_takes_an_engine_starts_on_its_own(
-    start_node: Start, put_model: Put, origin: Any
+    start_node: Start, put_model: Put, origin: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = put_model("m", 8 << 20)
     origin.bytes_per_s = 1e6
@@ -255,6 +255,7 @@ def test_a_function_that_learns_of_a_lost_model_while_it_takes_an_engine_starts_
     with socket.socket() as listener:
         assert not attachment.take_engine(listener, timeline, reports)
     assert attachment.take_losses(set()) == [Loss.REGION]
+    assert "its prefetcher ended early" in caplog.text
     attachment.region.close()
     attachment.close()
     reports.close()
