@@ -7,6 +7,7 @@ ends with ``<think>``, so that the answer begins inside the reasoning. Qwen3's w
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,8 @@ from medusa_runtime.engine.base import StructuredOutputs
 
 _START, _END = "<think>", "</think>"
 _CALL = "<tool_call>"
-_OTHER_TAGS = re.compile(r"</(?!think>)[\w:]*(think|thought|reason)[\w:]*>|\[/THINK\]|<\|channel\|>", re.IGNORECASE)
+_OTHER_TAGS = re.compile(r"</([\w:]*)>|\[/THINK\]|<\|channel\|>", re.IGNORECASE)
+_OF_REASONING = re.compile("think|thought|reason", re.IGNORECASE)
 _MOST_SPACE = 64  # characters before the opening tag
 
 
@@ -88,12 +90,18 @@ def reasoning_of(name: str, template: str, prompt: str, continued: str | None = 
     ``continued`` is the beginning of the answer, if the prompt has one.
     """
     if name == "auto":
-        if _END not in template or _OTHER_TAGS.search(template):
+        if _END not in template or _has_other_tags(template):
             return None
         name = "qwen3" if _CALL in template else "deepseek_r1"
     if name == "none":
         return None
     return Reasoning(_place(prompt.rstrip(), continued), name == "qwen3")
+
+
+@functools.lru_cache(maxsize=1)
+def _has_other_tags(template: str) -> bool:
+    found = (match for match in _OTHER_TAGS.finditer(template) if match[0].lower() != _END)
+    return any(match[1] is None or _OF_REASONING.search(match[1]) for match in found)
 
 
 def _place(prompt: str, continued: str | None) -> Literal["before", "inside", "behind"]:

@@ -99,9 +99,16 @@ def test_the_format_is_the_templates() -> None:
     assert found("") is None
     for other in ("[THINK]x[/THINK]", "<seed:think></seed:think>", "<|channel|>", "<thought></thought>"):
         assert found(R1 + other) is None, "it shows two formats"
+    assert found(QWEN3 + "</other>") == Reasoning("before", True)
     assert found(QWEN3, "none") is None
     assert found("", "qwen3") == Reasoning("before", True)
     assert found(QWEN3, "deepseek_r1") == Reasoning("before", False)
+
+
+def test_a_template_is_searched_in_one_pass() -> None:
+    begin = time.process_time()
+    assert reasoning_of("auto", R1 + "</" + "think" * 100_000, "") == Reasoning("before", False)
+    assert time.process_time() - begin < 1
 
 
 def test_the_prompt_shows_where_the_answer_begins() -> None:
