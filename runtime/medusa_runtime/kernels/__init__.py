@@ -258,9 +258,11 @@ def _dequantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     kernels = native_kernels()
     assert isinstance(kernels, native.NativeKernels)
     assert isinstance(weight, QuantizedParameter)
+    if torch.is_grad_enabled() and x.requires_grad:  # the gradient needs all floats, unchanged
+        return F.linear(x, weight.floats().to(x.dtype), bias)
     codes, x = weight.codes, _ordered(x, weight)
     (cols, depth), high = codes.shape, codes.block_rows
-    step = cols if high >= cols else -(-_SLICE_COLS // high) * high
+    step = _SLICE_COLS if high >= cols else -(-_SLICE_COLS // high) * high
     floats, outs = torch.empty(min(step, cols), depth, dtype=x.dtype), []
     for start in range(0, cols, step):
         part = floats[: min(step, cols - start)]

@@ -43,6 +43,13 @@ class QuantizedParameter(nn.Parameter):
         order = self.codes.order
         return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
+        memo[id(self)] = self  # nothing can change it
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.floats(), requires_grad=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _OWN:
@@ -50,8 +57,16 @@ class QuantizedParameter(nn.Parameter):
                 return func(*args)
         if func in _FORM:
             weight = args[0]
-            return func(torch.empty(weight.codes.shape, dtype=weight.floats_dtype, device="meta"), *args[1:])
+            form = torch.empty(weight.codes.shape, dtype=weight.floats_dtype, device="meta")
+            return func(form, *args[1:], **(kwargs or {}))
+        if args and type(args[0]) is QuantizedParameter and _is_in_place(func):
+            raise RuntimeError(f"{func.__name__} would change a weight that stays quantized; expected it on its floats")
         return func(*_plain(args), **dict(zip(kwargs or {}, _plain((kwargs or {}).values()), strict=True)))
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def _plain(values: Any) -> tuple[Any, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import io
 import mmap
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -171,6 +174,46 @@ def test_torch_multiplies_what_is_not_ours(form: str, dtype: torch.dtype) -> Non
     trained = torch.randn(3, 128).to(dtype).requires_grad_()
     kernels.linear(trained, weight).sum().backward()  # type: ignore[no-untyped-call]
     assert trained.grad is not None
+    torch.testing.assert_close(trained.grad, floats.float().sum(0).to(dtype).expand(3, -1), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("form", ["nibbles", "fp8-blocks", "int8-tensor"])
+def test_never_are_all_floats_there_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.native_kernels()
+    if isinstance(found, str):
+        pytest.skip("no compiled kernels")
+    sizes: list[int] = []
+    dequantize = found.dequantize
+    monkeypatch.setattr(
+        found, "dequantize", lambda codes, out, **at: [sizes.append(len(out)), dequantize(codes, out, **at)]
+    )
+    weight = kept(FORMS[form](2500, 128))
+    kernels.linear(torch.randn(70, 128), weight)
+    assert sum(sizes) == 2500
+    assert max(sizes) < 1200
+
+
+def test_to_other_code_it_is_a_parameter_of_floats() -> None:
+    if isinstance(kernels.native_kernels(), str):
+        pytest.skip("no compiled kernels")
+    made = FORMS["nibbles"](40, 64)
+    weight, floats = kept(made), floats_of(made)
+    assert weight.size(dim=1) == 64
+    module = torch.nn.Linear(64, 40, bias=False)
+    module.weight = cast("torch.nn.Parameter", weight)
+    copied = copy.deepcopy(module)
+    assert type(copied.weight) is quantized.QuantizedParameter
+    assert torch.equal(copied.weight, floats)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.weight) is torch.nn.Parameter
+    assert torch.equal(loaded.weight, floats)
+    assert torch.equal(module.state_dict()["weight"], floats)
+    for change in (weight.zero_, lambda: weight.copy_(floats), lambda: weight.__setitem__(0, 1.0)):
+        with pytest.raises(RuntimeError, match="would change a weight that stays quantized"):
+            change()
 
 
 def test_quantized_and_plain_weights_of_one_input() -> None:
