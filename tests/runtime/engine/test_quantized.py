@@ -121,6 +121,20 @@ def test_the_plan_counts_the_memory_of_what_is_made(
         region.close()
 
 
+@pytest.mark.parametrize("block", [(1 << 64, 1 << 64), (8, 1 << 64), (8, 1 << 63), (1 << 40, 40)])
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_a_block_may_be_larger_than_the_weight(
+    kernels: str, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of config.json beyond those of C would end this process."""
+    if kernels == "torch":
+        monkeypatch.setattr(codes, "native_kernels", lambda: "no compiled kernel")
+    weight = torch.randint(-128, 128, (8, 40)).char()
+    stored = QuantizedWeight("m", Scheme(layout="direct", bits=8, block=block), (8, 40), {})
+    made = stored.codes({"weight": weight, "weight_scale": torch.full((1, 1), 0.5)})
+    assert torch.equal(made.dequantize(torch.float32), weight * 0.5)
+
+
 def test_a_group_index_is_used_as_it_was_checked() -> None:
     """A local checkpoint's file can change at any time, and a kernel reads the scales at these places unchecked."""
     index = torch.tensor([1, 0, 1, 0])

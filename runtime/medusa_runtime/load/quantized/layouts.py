@@ -192,7 +192,10 @@ def _direct_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Cod
         scale = scale.reshape(-1, 1)
         zero = None if zero is None else zero.reshape(-1, 1)
     group_of = _group_of(stored, tensors.get("weight_g_idx"), "weight_g_idx", scale.shape[1])
-    return Codes(tensors["weight"], scale, zero, block=stored.scheme.block, group_of=group_of)
+    block = stored.scheme.block
+    if block is not None:  # a kernel computes with these numbers, and a block may be larger than the weight
+        block = min(block[0], stored.shape[0]), min(block[1], stored.shape[1])
+    return Codes(tensors["weight"], scale, zero, block=block, group_of=group_of)
 
 
 def _pack_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
