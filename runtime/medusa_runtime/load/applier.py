@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +94,12 @@ class Applier:
         for place in missing:
             assert not place.tensor.is_meta
             yield place.tensor.detach()
+
+    def staying(self, names: Iterable[str]) -> set[str]:
+        """Return those of the checkpoint's ``names`` that may stay quantized, because their modules take codes."""
+        whole = places(self.module)
+        found = {name: whole.get(self._rename(name) or "") for name in names}
+        return {name for name, place in found.items() if place is None or self.takes_codes(place)}
 
     def takes_codes(self, place: Place) -> bool:
         """Return whether the modules that own a place can compute with a weight that stays quantized."""

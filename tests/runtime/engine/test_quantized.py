@@ -115,10 +115,32 @@ def test_the_plan_counts_the_memory_of_what_is_made(
             made = 8 * 4 * sum(rows * columns // (scales or columns) for rows, columns in shapes)
             made += values // 2 if name in ("awq", "gptq-4-act-order") else 0
         stored = sum(shard.data_bytes for shard in index.shards)
-        assert free_bytes(region, limited, config, torch.float32) == (1 << 20) - stored - made
+        applier = config.model().applier(torch.float32)
+        assert free_bytes(region, limited, config, torch.float32, applier) == (1 << 20) - stored - made
         assert sorted(profile(region, SETTINGS).order) == sorted(index.tensors)
     finally:
         region.close()
+
+
+def test_the_plan_counts_what_becomes_floats(tmp_path: Path) -> None:
+    """A module of transformers that holds a layer's experts takes floats."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(**GATED, num_local_experts=4)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "stored", "pack-4")
+    region = fill_region(tmp_path / "stored")
+    read = read_config(region)
+    model = read.model()
+    applier = model.applier(torch.float32)
+    before = free_bytes(region, replace(SETTINGS, memory_limit_mb=64), read, torch.float32, applier)
+    with Loader(region, applier) as loader:
+        loader.wait()
+    experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
+    assert experts == 2 * 4 * 3 * 64 * 96 * 4
+    scales = 2 * (64 * 64 * 2 + 64 * 32 * 2) // 32
+    stored = sum(shard.data_bytes for shard in region.wait_index().shards)
+    assert before == (64 << 20) - stored - experts - 2 * 4 * scales
+    region.close()
 
 
 @pytest.mark.parametrize("block", [(1 << 64, 1 << 64), (8, 1 << 64), (8, 1 << 63), (1 << 40, 40)])
@@ -133,6 +155,23 @@ def test_a_block_may_be_larger_than_the_weight(
     stored = QuantizedWeight("m", Scheme(layout="direct", bits=8, block=block), (8, 40), {})
     made = stored.codes({"weight": weight, "weight_scale": torch.full((1, 1), 0.5)})
     assert torch.equal(made.dequantize(torch.float32), weight * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "columns", "stays"),
+    [("direct", 6, 40, True), ("pack", 2, 32, False), ("gptq", 8, 40, True), ("gptq", 8, 36, False)],
+)
+def test_only_what_kernels_take_is_planned_to_stay(layout: str, bits: int, columns: int, stays: bool) -> None:
+    stored = QuantizedWeight("m", Scheme(layout=layout, bits=bits), (32, columns), {})
+    words = torch.zeros(columns * bits // 32, 32, dtype=torch.int32)
+    tensors = {
+        "direct": {"weight": torch.zeros(32, columns).char(), "weight_scale": torch.ones(1, 1)},
+        "pack": {"weight_packed": torch.zeros(32, 2, dtype=torch.int32), "weight_scale": torch.ones(32, 1)},
+        "gptq": {"qweight": words, "scales": torch.ones(1, 32), "qzeros": torch.zeros(1, 8, dtype=torch.int32)},
+    }
+    assert stored.can_stay is stays
+    if not isinstance(codes.native_kernels(), str):
+        assert (stored.codes(tensors[layout]).kept(torch.float32) is not None) is stays
 
 
 def test_a_group_index_is_used_as_it_was_checked() -> None:

@@ -89,16 +89,17 @@ class TorchEngine:
         if settings.layers is not None:
             require_ranges(self._model)
             self.layers = LayerRange.parse(settings.layers, config.num_layers)
+        applier = self._applier()
         self._loader = Loader(
             region,
-            self._applier(),
+            applier,
             timeline=timeline,
             link=None if gpu is None else gpu.link,
             release=self._releases,
         )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
-            plan, self._cache = self._plan_cache(config)
+            plan, self._cache = self._plan_cache(config, applier)
             detail |= {"tokens": plan.tokens, "source": plan.source}
         self.runner: Runner = (
             CpuRunner(self._model, self._cache) if gpu is None else self._gpu_runner(gpu, plan.max_model_len)
@@ -135,12 +136,12 @@ class TorchEngine:
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
 
-    def _plan_cache(self, config: ModelConfig) -> tuple[KvPlan, KvCache]:
+    def _plan_cache(self, config: ModelConfig, applier: Applier) -> tuple[KvPlan, KvCache]:
         """Plan the KV cache and allocate it. On a GPU, this waits until all weights have their addresses."""
         gpu, settings = self._gpu, self._settings
         cached = self._cached_layers()
         shape = KvShape.of(config, self._dtype, len(cached))
-        plan = partial(kv_plan, self._region, config, settings, self._dtype, layers=len(cached))
+        plan = partial(kv_plan, self._region, config, settings, self._dtype, applier, layers=len(cached))
         if gpu is None:
             planned = plan(previous_kv_tokens=previous_kv_tokens(self._timeline))
             return planned, KvCache(shape, planned.blocks, first_layer=cached.start)

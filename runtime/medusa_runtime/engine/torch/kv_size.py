@@ -13,6 +13,7 @@ from ...config import Settings
 from ...kernels import native
 from ...kernels.compiled import native_kernels
 from ...limits import memory_available_bytes
+from ...load.applier import Applier
 from ...models import ModelConfig
 from ...region.reader import Region
 from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan_kv_cache, recorded_plan
@@ -20,8 +21,8 @@ from ...timeline import Timeline
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
-def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return how many bytes can be allocated beside all weights of this region, once they are loaded.
+def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype, applier: Applier) -> int:
+    """Return how many bytes can be allocated beside all weights of this region, once ``applier`` has loaded them.
 
     All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
     """
@@ -30,7 +31,7 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
     # Local shards are mapped files. They are page cache, which counts as available memory, so all of it is subtracted.
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
-    casts = sum(_made_bytes(name, index, config, dtype) for name in index.tensors)
+    casts = _made_bytes(index, dtype, applier)
     free = memory_available_bytes() - to_come - casts
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - total - casts)
@@ -47,18 +48,20 @@ def model_index(region: Region, config: ModelConfig, dtype: torch.dtype) -> Weig
     return DequantizedIndex(index, config.quantization, dtype)
 
 
-def _made_bytes(name: str, index: WeightIndex, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that are made of a tensor: a copy in another dtype, or the floats of a quantized weight."""
-    if config.quantization is not None:
+def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int:
+    """Return the bytes that are made of tensors: copies in another dtype, and what quantized weights take beside."""
+    made, plain = 0, set(index.tensors)
+    if applier.quantization is not None:
         from ...load.quantized.tensors import DequantizedIndex
 
         assert isinstance(index, DequantizedIndex)
-        if name in index.stored:
-            keep_codes = isinstance(native_kernels(), native.NativeKernels)
-            return index.made_bytes(name, dtype, keep_codes=keep_codes)
-    stored = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    entry = index.tensors[name]
-    return 0 if entry.dtype == stored else math.prod(entry.shape) * dtype.itemsize
+        stored = index.stored.keys()
+        staying = applier.staying(stored) if isinstance(native_kernels(), native.NativeKernels) else set()
+        made = sum(index.made_bytes(name, dtype, keep_codes=name in staying) for name in stored)
+        plain -= stored
+    own = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    casts = (index.tensors[name] for name in plain if index.tensors[name].dtype != own)
+    return made + sum(math.prod(entry.shape) * dtype.itemsize for entry in casts)
 
 
 def geometry(shape: KvShape, max_positions: int) -> Geometry:
@@ -73,6 +76,7 @@ def kv_plan(
     config: ModelConfig,
     settings: Settings,
     dtype: torch.dtype,
+    applier: Applier,
     *,
     device_free_bytes: int | None = None,
     layers: int | None = None,
@@ -92,7 +96,9 @@ def kv_plan(
     return plan_kv_cache(
         sizes,
         settings,
-        free_bytes=free_bytes(region, settings, config, dtype) if device_free_bytes is None else device_free_bytes,
+        free_bytes=free_bytes(region, settings, config, dtype, applier)
+        if device_free_bytes is None
+        else device_free_bytes,
         activation_bytes=estimated_activation_bytes(region, config, settings, dtype),
         graph_bytes=graph_bytes(
             len(graph_sizes),

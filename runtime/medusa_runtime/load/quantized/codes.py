@@ -15,7 +15,7 @@ from medusa_runtime.load.quantized import unpack
 _CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
 _SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3 = 0, 1, 2, 3, 7  # how the kernels read values: the enum in codes.h
 _PACKED = {("across", 4): _NIBBLES, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
-_NIBBLE_RUN = 8  # the columns of a row of nibbles are a multiple of it
+NIBBLE_RUN = 8  # the columns of a row of nibbles are a multiple of it
 _BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _TABLE}
 
 
@@ -73,7 +73,7 @@ class Codes(NamedTuple):
             values, codes = self.stored, self._stored(packing)
         else:
             inputs, outputs = self.shape
-            if inputs % _NIBBLE_RUN:
+            if inputs % NIBBLE_RUN:
                 return None
             values = torch.empty(outputs, inputs // 2 if self.bits == 4 else inputs, dtype=torch.uint8)
             kernels.transpose(self._stored(packing), values, order)
@@ -154,4 +154,4 @@ class Codes(NamedTuple):
         return scale
 
 
-__all__ = ["Codes"]
+__all__ = ["NIBBLE_RUN", "Codes"]

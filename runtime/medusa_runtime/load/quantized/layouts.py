@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.load.quantized import unpack
-from medusa_runtime.load.quantized.codes import Codes
+from medusa_runtime.load.quantized.codes import NIBBLE_RUN, Codes
 from medusa_runtime.load.quantized.scheme import Scheme
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -36,7 +36,10 @@ class QuantizedWeight(NamedTuple):
     @property
     def can_stay(self) -> bool:
         """Whether kernels can multiply with this weight's codes, so that its floats are not kept."""
-        return self.scheme.bits in (4, 8) and not self.scheme.scattered
+        scheme = self.scheme
+        if scheme.scattered or (LAYOUTS[scheme.layout].is_transposed and self.shape[1] % NIBBLE_RUN):
+            return False
+        return scheme.layout == "direct" or scheme.bits in (4, 8)
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Codes:
         """Return the integers (or 8-bit floats) and scales that ``tensors``, given by the parts' names, hold.

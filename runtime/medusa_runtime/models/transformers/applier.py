@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,12 @@ class TransformersApplier(FactoryApplier):
         if absent:
             raise MismatchError(f"the checkpoint has weights for {', '.join(absent)}, which the model does not have")
         return names
+
+    def staying(self, names: Iterable[str]) -> set[str]:
+        return super().staying(name for name in names if self._names.of(name)[2] is None)  # others are fused as floats
+
+    def takes_codes(self, place: Place) -> bool:
+        return place not in self._fused and super().takes_codes(place)
 
     def apply(self, place: Place, tensor: Tensor) -> bool:
         if place not in self._fused:
