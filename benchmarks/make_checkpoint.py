@@ -25,7 +25,7 @@ from benchmarks.shapes import SHAPES, Shape, Tensor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 DTYPES = {"bf16": ("BF16", "bfloat16", 2), "fp16": ("F16", "float16", 2), "fp32": ("F32", "float32", 4)}
-_BLOCK_ELEMENTS = 4 << 20  # enough that rows of a matrix do not repeat
+_BLOCK_ELEMENTS = 4_194_301  # a prime number: with one that rows divide, a large matrix has equal rows
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

@@ -11,8 +11,8 @@ import transformers  # its classes are imported when they are used, which takes 
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from benchmarks.make_checkpoint import main, size
-from benchmarks.shapes import SHAPES
+from benchmarks.make_checkpoint import Blocks, main, size
+from benchmarks.shapes import SHAPES, Tensor
 
 TINY = sorted(name for name in SHAPES if name.startswith("tiny-"))
 
@@ -43,6 +43,14 @@ def test_the_large_shapes_have_the_tensors_that_transformers_expects(shape: str)
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in SHAPES[shape].tensors()} == expected
+
+
+def test_no_two_tokens_of_a_large_vocabulary_are_equally_likely() -> None:
+    """Equal rows of the embedding gave equal logits, of which each program chose another one."""
+    embedding = Tensor("model.embed_tokens.weight", (8192, 2048))
+    values = b"".join(Blocks("bf16", 0).of(embedding, 2))
+    row_bytes = len(values) // 8192
+    assert len({values[at : at + row_bytes] for at in range(0, len(values), row_bytes)}) == 8192
 
 
 def test_shards_hold_all_once_and_are_no_larger_than_asked(tmp_path: Path) -> None:
