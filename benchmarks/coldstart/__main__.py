@@ -20,11 +20,13 @@ from medusa_adapters.cli.flags import add_common_options
 from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks import command_line
-from benchmarks.coldstart.others import Script, transformers, yardsticks
+from benchmarks.coldstart.llama_cpp import NAME as LLAMA_CPP
+from benchmarks.coldstart.llama_cpp import OBJECT, LlamaCpp, llama_cpp
+from benchmarks.coldstart.others import Script, yardsticks
 from benchmarks.coldstart.rows import LABELS, ROWS, SAME_TOKENS
 from benchmarks.origin import Origin, Variant
 
-_OTHERS = ("transformers",)
+_OTHERS = ("transformers", LLAMA_CPP)
 _ORIGINS = ("local", "http", "s3")
 
 
@@ -36,15 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not question.folder:
         raise ConfigError(f"--model={question.model!r}: expected a folder, which all contestants read; see --origin")
     ours = Medusa(arguments.engine, python=arguments.vllm_python if arguments.engine == "vllm" else sys.executable)
+    rows = {**ROWS, LLAMA_CPP: lambda _: llama_cpp(arguments.llama_server, arguments.gguf)}
     if arguments.rows:
-        contestants = make_contestants(arguments.rows.split(","), ROWS, arguments.vllm_python)
+        contestants = make_contestants(arguments.rows.split(","), rows, arguments.vllm_python)
     else:
         measured_by = [] if arguments.no_yardsticks else yardsticks()
-        contestants = [ours, *(transformers() for _ in others), *measured_by]
+        contestants = [ours, *make_contestants(others, rows), *measured_by]
     for python in {sys.executable, arguments.vllm_python}:
         compile_packages(python)
     result = Result()
-    with origin(question, arguments.origin, counting=arguments.instances > 1) as question:
+    with origin(question, arguments.origin, arguments.gguf, counting=arguments.instances > 1) as question:
         samples = measure(result, arguments, contestants, ours, question)
     found = targets(result, contestants[0].name)
     coldstart.present(result, samples, arguments, contestants[0].name, question, targets=found, labels=LABELS)
@@ -55,12 +58,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.coldstart", description=(__doc__ or "").partition(":")[0] + "."
     )
-    coldstart.add_arguments(parser, ROWS)
+    coldstart.add_arguments(parser, [*ROWS, LLAMA_CPP])
     parser.add_argument("--vs", default="", metavar="LIST", help=f"compare with these, of {','.join(_OTHERS)}")
     parser.add_argument(
         "--origin", default="local", metavar="WHERE", help=f"where ours reads from: {', '.join(_ORIGINS)}"
     )
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help=f"the same model for {LLAMA_CPP}")
+    parser.add_argument("--llama-server", default="llama-server", metavar="PATH", help=f"the server of {LLAMA_CPP}")
     parser.add_argument("--no-yardsticks", action="store_true", help="leave out torch-import and floor")
     parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead of starts")
     parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
@@ -76,7 +81,8 @@ def measure(
     question: Question,
 ) -> Samples:
     if not arguments.steady:
-        return coldstart.measure(result, arguments, contestants, ours, question, check_same_tokens)
+        servers = [contestant for contestant in contestants if isinstance(contestant, LlamaCpp)]
+        return coldstart.measure(result, arguments, contestants, ours, question, check_same_tokens, servers)
     from benchmarks.coldstart.steady import measure_steady
 
     with ExitStack() as stack:
@@ -97,8 +103,8 @@ def check_same_tokens(samples: Samples, name: str, sample: Sample) -> None:
 
 
 @contextmanager
-def origin(question: Question, where: str, *, counting: bool) -> Iterator[Question]:
-    """Serve the checkpoint from a store on loopback while the context is open.
+def origin(question: Question, where: str, gguf: Path | None = None, *, counting: bool) -> Iterator[Question]:
+    """Serve the checkpoint, and the GGUF file if there is one, from a store on loopback while the context is open.
 
     ``where`` is local (no store is started), http or s3. The context's value is the question with the model's URL in
     that store. With ``counting``, it also has a function that returns how many bytes the store has sent.
@@ -110,6 +116,8 @@ def origin(question: Question, where: str, *, counting: bool) -> Iterator[Questi
         root = Path(scratch) / "root"
         (root / "bucket").mkdir(parents=True)
         (root / "bucket" / "model").symlink_to(question.folder)
+        if gguf:
+            (root / OBJECT).symlink_to(gguf.resolve())
         Path(scratch).chmod(0o755)
         with Origin(root, Path(scratch) / "origin", Variant("plain"), counting=counting) as store:
             env = {"AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}

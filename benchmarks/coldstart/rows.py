@@ -8,7 +8,7 @@ from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 
 from benchmarks.coldstart.compiled import Compiled
-from benchmarks.coldstart.others import Script, Transformers
+from benchmarks.coldstart.others import Script, transformers
 from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 
 # vllm imports its parts only when they are used, so one of them is named.
@@ -18,7 +18,7 @@ ROWS: dict[str, ContestantFactory] = {
     **OURS,
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
     "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),
-    "transformers": lambda _: Transformers(),
+    "transformers": lambda _: transformers(),
     **{name: lambda python, name=name: VllmBaseline(name, python) for name in STARTS},  # type: ignore[misc]
 }
 
@@ -29,6 +29,7 @@ LABELS: Labels = {
         "`medusa serve --engine vllm` with compiled code from a state bundle.",
     ),
     "transformers": Label("transformers", "A bare Python script with Hugging Face transformers, without a server."),
+    "llama.cpp": Label("llama.cpp", "`llama-server` with a GGUF file of the same model."),
     "torch-import": Label(
         "import torch", "Python, and the ordinary `import torch`; nothing is read or computed.", yardstick=True
     ),

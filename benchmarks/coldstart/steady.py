@@ -18,6 +18,7 @@ from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_adapters.cli.progress import note
 from medusa_runtime.errors import ConfigError, MedusaError
 
+from benchmarks.coldstart.llama_cpp import LlamaCpp
 from benchmarks.coldstart.others import OFFLINE, SCRIPTS, Transformers
 from benchmarks.coldstart.vllm_baselines import VllmBaseline
 
@@ -56,6 +57,9 @@ def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int,
     if isinstance(contestant, VllmBaseline):
         with contestant.start(question) as instance:  # it listens when it is ready
             return _served(instance, question, tokens, {"model": contestant.model})
+    if isinstance(contestant, LlamaCpp):
+        with contestant.start(question) as instance:
+            return _served(instance, question, tokens, {})
     raise ConfigError(f"--steady: {contestant.name} generates no text")
 
 

@@ -18,7 +18,7 @@ from ...report.gantt import largest_gap_ms, render_text
 from ...report.labels import OURS, Labels
 from ..bytecode import compile_packages
 from ..result import Result, Target, targets_table
-from .contestants import Contestant, Medusa, Question, Sample, weights_mb
+from .contestants import Contestant, Medusa, Question, Sample, Server, weights_mb
 from .metrics import add
 from .node_sharing import measure_node, node_targets
 from .rows import ROWS, make_contestants
@@ -76,8 +76,12 @@ def measure(
     ours: Medusa,
     question: Question,
     check: Check | None = None,
+    other_servers: Sequence[Server] = (),
 ) -> Samples:
-    """Measure and add the rows that the arguments ask for. The samples are empty when memory was measured."""
+    """Measure and add the rows that the arguments ask for. The samples are empty when memory was measured.
+
+    ``--instances`` measures the memory of ours, and of the ``other_servers``.
+    """
     with ExitStack() as stack:
         for contestant in contestants:
             stack.callback(contestant.close)
@@ -87,7 +91,9 @@ def measure(
         if arguments.instances > 1:
             from .sharing import measure_sharing
 
-            measure_sharing(result, ours, question, runs=arguments.runs, instances=arguments.instances)
+            measure_sharing(
+                result, [ours, *other_servers], question, runs=arguments.runs, instances=arguments.instances
+            )
             return {}
         samples = take_turns(contestants, question, arguments.runs, check)
     add_rows(result, samples)

@@ -63,6 +63,14 @@ class Contestant(Protocol):
     def close(self) -> None: ...
 
 
+class Server(Protocol):
+    """A contestant that stays and serves until it is closed."""
+
+    name: str
+
+    def start(self, question: Question) -> ServedInstance: ...
+
+
 class Medusa:
     """`medusa serve`, with a client that connects as soon as the port accepts."""
 
