@@ -50,10 +50,11 @@ class ModelConfig:
     """The facts about a model that an engine needs. Each family adds what its layers need.
 
     ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
-    when the model runs with transformers' code.
+    when the model runs with transformers' code, and ``has_experts`` when its tokens choose among parts of it.
     """
 
     is_foreign: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 from torch import Tensor, nn
 
@@ -30,8 +30,8 @@ class LlamaConfig(ModelConfig):
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         common = cls.common(architecture, fields, tied=False)
-        qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-        if qwen3:
+        qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
+        if architecture == "Qwen3ForCausalLM":
             common["head_dim"] = fields.count("head_dim", default=128)
         bias = fields.flag("attention_bias", default=False)
         common["windows"] = _windows(architecture, fields, common["num_layers"])
@@ -40,7 +40,7 @@ class LlamaConfig(ModelConfig):
             intermediate_size=fields.count("intermediate_size"),
             norm_eps=fields.number("rms_norm_eps", default=1e-6),
             activation=fields.choice("hidden_act", ACTIVATIONS, default="silu"),
-            qkv_bias=qwen2 or bias,
+            qkv_bias=bias if not qwen2 else architecture == "Qwen2ForCausalLM" or fields.flag("qkv_bias", default=True),
             output_bias=bias and not qwen2,
             mlp_bias=fields.flag("mlp_bias", default=False),
             qk_norm=qwen3,
@@ -50,12 +50,17 @@ class LlamaConfig(ModelConfig):
     def construct(self) -> Llama:
         return Llama(self)
 
+    def mlp(self, index: int) -> nn.Module:
+        """Construct what comes behind the attention in a layer."""
+        return GatedMLP(self, self.intermediate_size)
+
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer. Mistral has one for all layers, and Qwen has one for some."""
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         # null means no window; without the key, the window is the one of the first Mistral
-        window = 4096 if "sliding_window" not in fields.raw else fields.get("sliding_window")
+        first = 4096 if architecture == "MistralForCausalLM" else None
+        window = first if "sliding_window" not in fields.raw else fields.get("sliding_window")
         return (window and fields.count("sliding_window", default=4096),) * layers
     if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
         return (None,) * layers
@@ -107,16 +112,16 @@ class GatedMLP(nn.Module):
 
     FUSED = (("gate_proj", "up_proj"),)
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, size: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
         self.silu = self.activation is ACTIVATIONS["silu"]
 
-    def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` plus the network's output for ``normed``."""
+    def forward(self, normed: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the network's output for ``normed``, plus ``hidden`` if there is one."""
         gate, up = project(normed, self.gate_proj, self.up_proj)
         gated = silu_gate(gate, up) if self.silu else self.activation(gate) * up
         return cast(Tensor, self.down_proj(gated, hidden))
@@ -128,7 +133,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = config.mlp(index)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotation, attention)
@@ -136,7 +141,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(DecoderModel):
-    config_class = LlamaConfig
+    config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
     embedding_modules = ("embed_tokens",)
 
     def __init__(self, config: LlamaConfig) -> None:

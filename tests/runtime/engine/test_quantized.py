@@ -318,6 +318,16 @@ def test_a_gpu_is_refused(checkpoint: Path, tmp_path: Path, serve_region: Callab
     region.close()
 
 
+def test_a_mixture_is_refused_on_a_gpu(tmp_path: Path, serve_region: Callable[..., Served]) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = GATED | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
+    region = fill_region(tmp_path)
+    with pytest.raises(ModelError, match=r"Qwen3MoeForCausalLM has experts.*expected --device cpu, or --engine vllm"):
+        serve_region(region, object())
+    region.close()
+
+
 def test_modules_may_have_schemes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
     parts = {name: tmp_path / name for name in ("pack-4", "pack-8", "floats-4", "floats-8")}
     for bits in (4, 8):
@@ -415,12 +425,13 @@ LATENT = GATED | {
 @pytest.mark.parametrize(
     ("kind", "shape", "name"),
     [
-        ("Mixtral", GATED | {"num_local_experts": 4}, "pack-4"),
+        ("Olmoe", GATED | {"num_experts": 4, "num_experts_per_tok": 2}, "pack-4"),
+        ("Qwen3Moe", GATED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "pack-4"),
         pytest.param("DeepseekV3", LATENT, "fp8-blocks", marks=pytest.mark.slow),
         pytest.param("Gemma", GATED | {"head_dim": 16}, "gptq-4", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_of_transformers_may_be_quantized(
+def test_a_model_that_transformers_has_saved_may_be_quantized(
     kind: str, shape: dict[str, Any], name: str, tmp_path: Path, serve: Callable[..., Served]
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -26,7 +26,10 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RECORDED: dict[str, dict[str, Any]] = {"Olmo2": {}, "Olmo3": {"sliding_window": 6}, "SmolLM3": {}}
-NOT_RECORDED: dict[str, dict[str, Any]] = {"Granite": {"residual_multiplier": 0.5}, "Mixtral": {"num_local_experts": 4}}
+NOT_RECORDED: dict[str, dict[str, Any]] = {
+    "Granite": {"residual_multiplier": 0.5},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def write(name: str, folder: Path, **changes: Any) -> Any:

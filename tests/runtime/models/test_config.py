@@ -24,6 +24,12 @@ LLAMA = {
     "max_position_embeddings": 256,
 }
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 
 
@@ -112,6 +118,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
         (QWEN | {"max_window_layers": "x"}, ConfigError, "max_window_layers to be an integer of 0 or more, found 'x'"),
         (QWEN | {"layer_types": 5}, ConfigError, "layer_types to be a list of names, found 5"),
         (QWEN | {"layer_types": [{}] * 4}, ConfigError, "layer_types to be a list of names"),
+        (MIXTURE | {"num_experts": None}, ConfigError, "num_experts to be a positive integer, found nothing"),
+        (MIXTURE | {"num_experts": 10**6}, ConfigError, "num_experts to be at most 16384, found 1000000"),
+        (MIXTURE | {"num_experts_per_tok": 5}, ConfigError, "at most the number of experts, 4, found 5"),
+        (MIXTURE | {"mlp_only_layers": "1"}, ConfigError, "mlp_only_layers to be a list of layers' numbers, found '1'"),
         ({"num_hidden_layers": 10**9}, ConfigError, "num_hidden_layers to be at most 10000, found 1000000000"),
         ({"intermediate_size": 2**62}, ConfigError, "intermediate_size to be at most 2147483647"),
         ({"vocab_size": 10**5000}, ConfigError, "found a number of thousands of digits"),
@@ -165,7 +175,8 @@ def test_a_sentence_encoders_files_are_named_when_they_are_corrupt(files: dict[s
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_builds_without_memory(architecture: str) -> None:
-    model = model_config(LLAMA | {"architectures": [architecture], "ffn_dim": 96}).model()
+    others = {"ffn_dim": 96, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = model_config(LLAMA | others | {"architectures": [architecture]}).model()
     assert type(model) is family(architecture)
     assert not model.training
     assert all(parameter.is_meta for parameter in model.parameters())

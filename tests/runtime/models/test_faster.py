@@ -67,7 +67,7 @@ def test_projections_of_one_input_are_computed_once_for_each_input() -> None:
 
 
 # Norms of q and k over all heads, over each head, and none; rotated by neighbours, which is not known.
-ATTENTIONS = {"Olmo2": "whole", "Qwen3Moe": "heads", "Granite": "", "Cohere": None}
+ATTENTIONS = {"Olmo2": "whole", "Exaone4": "heads", "Granite": "", "Cohere": None}
 
 
 def attentions(name: str, **changes: Any) -> list[Any]:

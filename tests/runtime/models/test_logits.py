@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 PROMPT = [5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29]
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 GATED = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2}
+MOE = GATED | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -59,6 +60,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GATED | {"head_dim": 8, "attention_bias": True, "use_sliding_window": True, "sliding_window": 4,
                  "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "mixtral": ("Mixtral", GATED | {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", GATED | {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 5}),
+    "qwen2-moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 24}),
+    "qwen2-moe-some-layers": (
+        "Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "qkv_bias": False},
+    ),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": True}),
+    "qwen3-moe-some-layers": ("Qwen3Moe", MOE | {"head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": False}),
     "opt": ("OPT", SHAPE | {"ffn_dim": 48, "max_position_embeddings": 64}),
     "opt-350m": (
         "OPT",

@@ -390,6 +390,11 @@ def _check_for_gpu(config: ModelConfig) -> None:
             f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
             "--device cpu, or --engine vllm"
         )
+    if config.has_experts:
+        raise ModelError(
+            f"{config.architecture} has experts, which the torch engine runs on CPUs only; expected --device cpu, or "
+            "--engine vllm"
+        )
     if config.quantization is not None:
         raise ModelError(
             f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "

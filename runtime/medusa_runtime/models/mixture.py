@@ -1,0 +1,121 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE and Qwen3-MoE, which are Llamas apart from what follows the attention.
+
+Each expert is a unit that is loaded by itself, and used where its weights lie. So the first forward waits only for the
+experts that its tokens are routed to, and has these fetched before the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.layers.linear import Linear
+from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig
+
+MOST_EXPERTS = 1 << 16  # of all layers; building the skeletons of a million takes minutes
+_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(LlamaConfig):
+    """``sparse`` says which layers have experts. ``shared_size`` is the width of an expert for all tokens, or 0.
+
+    The probabilities of the ``chosen`` experts of a token are scaled to the sum 1 if they are ``normalized``.
+    """
+
+    has_experts: ClassVar[bool] = True
+
+    experts: int
+    chosen: int
+    expert_size: int
+    normalized: bool
+    shared_size: int
+    sparse: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, architecture: str, fields: Fields) -> Self:
+        llama = LlamaConfig.read(architecture, fields)
+        mixtral = architecture == "MixtralForCausalLM"
+        experts = fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS // llama.num_layers)
+        chosen = fields.count("num_experts_per_tok", default=2 if mixtral else None)
+        if chosen > experts:
+            raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}", chosen)
+        step = 1 if mixtral else fields.count("decoder_sparse_step", default=1)
+        dense = fields.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(one) is int for one in dense):
+            raise fields.error("mlp_only_layers", "a list of layers' numbers", dense)
+        return cls(
+            **vars(llama),
+            experts=experts,
+            chosen=chosen,
+            expert_size=llama.intermediate_size if mixtral else fields.count("moe_intermediate_size"),
+            normalized=mixtral or fields.flag("norm_topk_prob", default=False),
+            shared_size=fields.index("shared_expert_intermediate_size", default=0) if "Qwen2" in architecture else 0,
+            sparse=tuple(at not in dense and (at + 1) % step == 0 for at in range(llama.num_layers)),
+        )
+
+    def construct(self) -> Mixture:
+        return Mixture(self)
+
+    def mlp(self, index: int) -> nn.Module:
+        return Experts(self) if self.sparse[index] else super().mlp(index)
+
+
+class Experts(nn.Module):
+    """Perceptrons of which each token uses a few (Shazeer et al., 2017; Fedus et al., 2022)."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.chosen = config.chosen
+        self.normalized = config.normalized
+        self.rounds = config.architecture != "MixtralForCausalLM"  # probabilities to the dtype of the hidden states
+        self.gate = Linear(config.hidden_size, config.experts, bias=False)
+        self.experts = nn.ModuleList(GatedMLP(config, config.expert_size) for _ in range(config.experts))
+        self.has_shared = config.shared_size > 0
+        if self.has_shared:
+            self.shared_expert = GatedMLP(config, config.shared_size)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` plus the experts' output for ``normed`` [tokens, hidden]."""
+        shares, chosen = self._route(normed)
+        out = torch.zeros_like(normed)
+        order = chosen.flatten().argsort(stable=True)  # the pairs of a token and an expert, expert by expert
+        rows, weights = order // self.chosen, shares.flatten()[order].unsqueeze(-1)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                pairs = slice(begin, begin + count)
+                part = expert(normed[rows[pairs]]) * weights[pairs]
+                out.index_add_(0, rows[pairs], part.to(out.dtype))
+                begin += count
+        if self.has_shared:
+            out = out + F.sigmoid(self.shared_expert_gate(normed)) * self.shared_expert(normed)
+        return hidden + out
+
+    def _route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token [tokens, chosen], and before them how much each counts."""
+        probabilities = F.softmax(self.gate(normed), -1, dtype=torch.float32)
+        shares, chosen = torch.topk(probabilities, self.chosen, -1)
+        if self.normalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares.to(normed.dtype) if self.rounds else shares, chosen
+
+
+class Mixture(Llama):
+    config_class = MixtureConfig
+
+    def rename(self, name: str) -> str | None:
+        found = super().rename(name)
+        if found is None or ".block_sparse_moe." not in found:
+            return found
+        return ".".join(_MIXTRAL.get(part, part) for part in found.split("."))
+
+
+__all__ = ["Experts", "Mixture", "MixtureConfig"]
