@@ -122,6 +122,17 @@ def test_the_plan_counts_the_memory_of_what_is_made(
         region.close()
 
 
+@pytest.mark.parametrize("name", ["gptq-4-act-order", "awq"])
+def test_the_recorded_order_is_that_of_the_floats(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path / "stored", name, dequantized=tmp_path / "floats")
+    orders = []
+    for folder in (tmp_path / "stored", tmp_path / "floats"):
+        region = fill_region(folder)
+        orders.append(list(dict.fromkeys(each.rpartition(".")[0] for each in profile(region, SETTINGS).order)))
+        region.close()
+    assert orders[0] == orders[1]
+
+
 def test_the_plan_counts_what_becomes_floats(tmp_path: Path) -> None:
     """A module of transformers that holds a layer's experts takes floats."""
     transformers = pytest.importorskip("transformers")
