@@ -50,6 +50,7 @@ _TORCH = _Path(None, "torch")
 _SLICE_COLS = 1024  # rows of a quantized weight that are floats at a time
 # For fp32, or with bf16 dot products. For more rows, packing the weights each time, as torch does, pays off.
 _FEW_ROWS = 32
+_FEW_CODED_ROWS = 96  # the same for quantized weights, which torch needs as floats first
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -250,7 +251,7 @@ def _decoded() -> _Path:
 def _most_coded_rows(dtype: torch.dtype) -> float:
     """Return up to how many rows our kernel multiplies with quantized weights; torch is faster for more."""
     path = _path(dtype)
-    return _FEW_ROWS if path.compiled is None else path.most_rows
+    return _FEW_ROWS if path.compiled is None else max(path.most_rows, _FEW_CODED_ROWS)
 
 
 def _dequantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
