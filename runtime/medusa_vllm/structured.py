@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
 from .lean_imports import avoid_cache_folder, without_torch_compile
+from .structural_tags import special_tokens, translate
 from .weights.checkpoint_folder import CheckpointFolder
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
@@ -82,18 +84,42 @@ class StructuredOutputManagers:
         self._files = files
         self._lock = threading.Lock()
         self._installed = False
+        self._special_tokens = functools.cache(lambda: special_tokens(region.file("tokenizer.json")))
         self._trials = Constraints(
             lambda: region.file("tokenizer.json"), vocab_size=vocab_size, eos_token_ids=eos_token_ids, rows=1
         )
 
-    def limit_grammars(self) -> None:
+    def limit_grammars(self, backend: str) -> None:
         """Have every grammar, also of vLLM's own routes, tried within limits before vLLM takes it.
 
-        vLLM compiles callers' grammars in this process, and a few hundred bytes can keep it busy for minutes.
+        vLLM compiles callers' grammars in this process, and a few hundred bytes can keep it busy for minutes. It also
+        has xgrammar read each structural tag first, without limits, whatever the server's ``backend`` is.
         """
-        from vllm.v1.structured_output import backend_guidance
+        from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
         backend_guidance.validate_guidance_grammar = self._validate
+        _replace(backend_guidance, "serialize_guidance_grammar", self._serialize)
+        guided = self._validate_for_xgrammar if backend == _BACKEND else _as_before
+        _replace(backend_xgrammar, "validate_xgrammar_grammar", guided)
+
+    def _serialize(self, before: Callable[..., Any], kind: Any, spec: Any, *flags: Any, **named: Any) -> str:
+        """Return the grammar of llguidance for a form, as vLLM's function ``before`` does, also for structural tags."""
+        if kind.name != "STRUCTURAL_TAG":
+            return str(before(kind, spec, *flags, **named))
+        tokens = self._special_tokens()
+        return translate(spec, lambda schema: str(before(type(kind).JSON, schema, *flags, **named)), tokens)
+
+    def _validate_for_xgrammar(self, before: Callable[[Any], None], params: Any) -> None:
+        """Try what vLLM would have xgrammar read. Raises ValueError, as vLLM does.
+
+        A grammar in Lark is refused: vLLM would translate it without limits, to join it with the calls of tools.
+        """
+        from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+        form = params.structured_outputs
+        if form is not None and form.grammar and grammar_is_likely_lark(form.grammar):
+            raise ValueError("expected a grammar in EBNF beside tools")
+        self._validate(params)
 
     def _validate(self, params: Any, tokenizer: Any = None, wanted: Callable[[], bool] = lambda: True) -> None:
         """Replace vLLM's function of this name. Raises ValueError, as vLLM does, and EngineError."""
@@ -181,6 +207,21 @@ class StructuredOutputManagers:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(f"{PARAM}: vLLM cannot use this checkpoint's tokenizer: {reason}", PARAM) from error
+
+
+def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function of vLLM's for this process, whatever replaced it before. ``function`` gets vLLM's own first.
+
+    A function that this version of vLLM does not have is not added.
+    """
+    found = getattr(module, name, None)
+    if found is not None:
+        before = found.args[0] if isinstance(found, functools.partial) else found
+        setattr(module, name, functools.partial(function, before))
+
+
+def _as_before(before: Callable[..., Any], *arguments: Any) -> Any:
+    return before(*arguments)
 
 
 def _set_manager(core: Any, manager: Any) -> None:

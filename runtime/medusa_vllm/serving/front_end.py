@@ -54,7 +54,7 @@ class ServedModel(NamedTuple):
     executor_class: the class of executor that the core was started with.
     name: the model's name in answers.
     words: the flags of ``vllm serve``.
-    limit_grammars: has callers' grammars tried within limits before vLLM compiles them.
+    limit_grammars: has callers' grammars tried within limits before vLLM's backend, by name, compiles them.
     """
 
     core: Any
@@ -63,7 +63,7 @@ class ServedModel(NamedTuple):
     max_model_len: int
     name: str
     words: list[str]
-    limit_grammars: Callable[[], None]
+    limit_grammars: Callable[[str], None]
 
 
 class FrontEnd:
@@ -173,7 +173,6 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        served.limit_grammars()
         folder = served.folder()
         arguments = arguments_for(served.words, str(folder))
     if arguments.served_model_name is None:
@@ -186,6 +185,7 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
         generation_config=arguments.generation_config,
         max_model_len=served.max_model_len,
     )
+    served.limit_grammars(config.structured_outputs_config.backend)
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
     listens = served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
     mounted.callback(served.core.detach_front_end)
