@@ -42,7 +42,7 @@ INLINE vi nibbles(const void *p)
 #define COUNTED() _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 #ifdef __AVX512BF16__
 #define DOT_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
-#define STORE_BF16(p, low, high) STORE_INT(p, (__m512i)_mm512_cvtne2ps_pbh(high, low))
+#define TO_BF16(low, high) ((__m512i)_mm512_cvtne2ps_pbh(high, low))
 /* 32 nibbles in elements of 16 bits, with others above them. */
 INLINE vi nibbles_16(const void *p)
 {

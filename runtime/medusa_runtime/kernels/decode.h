@@ -89,67 +89,99 @@ INLINE vf values_at(const uint8_t *row, long at, const int packing)
     return AS_FLOAT(OR(AS_INT(value), AND(ALL_IF_EQUAL(size, SPLAT_INT(0x7f)), SPLAT_INT(0x7fc00000))));
 }
 
-/* Write two vectors in `dtype`, fp32 or bf16. */
-INLINE void store_step(void *out, long at, vf low, vf high, const int dtype)
+/* What the values of one group are turned into floats by. */
+struct group {
+    vf zero, factor, table; /* the table has the float of each nibble, where PICK is */
+    vi narrow_table;        /* the same in bf16, where PICK_BF16 is */
+};
+
+/* A group of a row. line is where the scales of the row begin. */
+INLINE struct group group_at(const struct codes *codes, long line, long number, const int packing)
 {
-#ifdef STORE_BF16
+    struct group found = {.zero = SPLAT(!codes->zero ? 0.0f : codes->zero[codes->one_zero ? 0 : line + number]),
+                          .factor = SPLAT(codes->scale[line + number])};
+#ifdef PICK
+    if (packing == NIBBLES)
+        found.table = MUL(SUB(COUNTED(), found.zero), found.factor);
+#endif
+#ifdef PICK_BF16
+    if (packing == NIBBLES)
+        found.narrow_table = BF16_TABLE(found.table);
+#endif
+    (void)packing;
+    return found;
+}
+
+/* The floats of LANES values of a group. */
+INLINE vf floats_at(const struct group *group, const uint8_t *row, long at, const int packing)
+{
+#ifdef PICK
+    if (packing == NIBBLES)
+        return PICK(group->table, nibbles(row + at / 2));
+#endif
+    return MUL(SUB(values_at(row, at, packing), group->zero), group->factor);
+}
+
+#ifdef DOT_BF16
+/* The floats of STEP values of a group in bf16. */
+INLINE vi bf16_at(const struct group *group, const uint8_t *row, long at, const int packing)
+{
+#ifdef PICK_BF16
+    if (packing == NIBBLES)
+        return PICK_BF16(group->narrow_table, nibbles_16(row + at / 2));
+#endif
+    return TO_BF16(floats_at(group, row, at, packing), floats_at(group, row, at + LANES, packing));
+}
+#endif
+
+/* Write the floats of a part of a group, from out's element `to` on. count is a multiple of STEP. */
+INLINE void decode_group(const struct group *group, const uint8_t *row, long at, long count, void *restrict out, long to,
+                         const int packing, const int dtype)
+{
+#ifdef DOT_BF16
     if (dtype == DTYPE_BF16) {
-        STORE_BF16((uint16_t *)out + at, low, high);
+        for (long i = 0; i < count; i += STEP)
+            STORE_INT((uint16_t *)out + to + i, bf16_at(group, row, at + i, packing));
         return;
     }
 #endif
     (void)dtype;
-    STORE((float *)out + at, low);
-    STORE((float *)out + at + LANES, high);
+    for (long i = 0; i < count; i += LANES)
+        STORE((float *)out + to + i, floats_at(group, row, at + i, packing));
 }
 
-/* Write the floats of a part of a row in which all values have one scale, from out's element `to` on. count is a multiple of
- * STEP. */
-INLINE void scaled(const uint8_t *row, long at, long count, vf zero, vf factor, void *restrict out, long to, const int packing,
-                   const int dtype)
+/* Whether a row's values follow each other, in groups that are whole steps. */
+INLINE int has_steps(const struct codes *codes)
 {
-#ifdef PICK
-    if (packing == NIBBLES) { /* a nibble is one of only LANES floats */
-        const vf table = MUL(SUB(COUNTED(), zero), factor);
-#ifdef PICK_BF16
-        if (dtype == DTYPE_BF16) {
-            const vi narrow_table = BF16_TABLE(table);
-#pragma GCC unroll 4
-            for (long i = 0; i < count; i += STEP)
-                STORE_INT((uint16_t *)out + to + i, PICK_BF16(narrow_table, nibbles_16(row + (at + i) / 2)));
-            return;
-        }
-#endif
-        for (long i = 0; i < count; i += STEP)
-            store_step(out, to + i, PICK(table, nibbles(row + (at + i) / 2)), PICK(table, nibbles(row + (at + i + LANES) / 2)),
-                       dtype);
-        return;
-    }
-#endif
-    for (long i = 0; i < count; i += STEP)
-        store_step(out, to + i, MUL(SUB(values_at(row, at + i, packing), zero), factor),
-                   MUL(SUB(values_at(row, at + i + LANES, packing), zero), factor), dtype);
+    const int packing = codes->packing;
+    return codes->wide % STEP == 0 && !codes->group_of && (packing <= UNSIGNED || packing == NIBBLES || packing == E4M3);
 }
 
-/* Write the floats of the values [begin, begin + count) of a row, in fp32, or in bf16 where STORE_BF16 is. begin is a multiple
+INLINE const uint8_t *row_of(const struct codes *codes, long row)
+{
+    return (const uint8_t *)codes->values + row * codes->columns * (codes->packing == NIBBLES ? 4 : 8) / 8;
+}
+
+/* Where the scales of a row begin. */
+INLINE long line_of(const struct codes *codes, long row) { return row / codes->high * codes->scale_columns; }
+
+/* Write the floats of the values [begin, begin + count) of a row, in fp32, or in bf16 where DOT_BF16 is. begin is a multiple
  * of STEP, and count at most DECODED. */
 INLINE void decode_row(const struct codes *codes, long row, long begin, long count, void *restrict out, const int dtype)
 {
-    const int packing = codes->packing;
     long done = 0;
-    if (codes->wide % STEP == 0 && !codes->group_of && (packing <= UNSIGNED || packing == NIBBLES || packing == E4M3)) {
-        const uint8_t *values = (const uint8_t *)codes->values + row * codes->columns * (packing == NIBBLES ? 4 : 8) / 8;
-        const long line = row / codes->high * codes->scale_columns;
-        for (long group = begin / codes->wide, run; count - done >= STEP; group++, done += run) {
+    if (has_steps(codes)) {
+        const uint8_t *values = row_of(codes, row);
+        const long line = line_of(codes, row);
+        for (long number = begin / codes->wide, run; count - done >= STEP; number++, done += run) {
             const long at = begin + done;
-            run = at_most((group + 1) * codes->wide - at, (count - done) / STEP * STEP);
-            const vf zero = SPLAT(!codes->zero ? 0.0f : codes->zero[codes->one_zero ? 0 : line + group]);
-            const vf factor = SPLAT(codes->scale[line + group]);
-            switch (packing) {
-            case SIGNED: scaled(values, at, run, zero, factor, out, done, SIGNED, dtype); break;
-            case UNSIGNED: scaled(values, at, run, zero, factor, out, done, UNSIGNED, dtype); break;
-            case NIBBLES: scaled(values, at, run, zero, factor, out, done, NIBBLES, dtype); break;
-            default: scaled(values, at, run, zero, factor, out, done, E4M3, dtype);
+            run = at_most((number + 1) * codes->wide - at, (count - done) / STEP * STEP);
+            const struct group group = group_at(codes, line, number, codes->packing);
+            switch (codes->packing) {
+            case SIGNED: decode_group(&group, values, at, run, out, done, SIGNED, dtype); break;
+            case UNSIGNED: decode_group(&group, values, at, run, out, done, UNSIGNED, dtype); break;
+            case NIBBLES: decode_group(&group, values, at, run, out, done, NIBBLES, dtype); break;
+            default: decode_group(&group, values, at, run, out, done, E4M3, dtype);
             }
         }
     }

@@ -268,10 +268,100 @@ INLINE void multiply(const struct linear_job *job, float *sums, long col, long c
     }
 }
 
+/* The same as tile for a piece of depth, from `begin` on, of quantized weight rows, `row` and those behind it. They are decoded in
+ * registers. */
+INLINE void coded_tile(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
+                       long sums_stride, const int dtype, const int packing, const int rows, const int cols)
+{
+    vf acc[MAX_ROWS][TILE_COLS];
+    const uint8_t *values[TILE_COLS];
+    long line[TILE_COLS];
+    for (int c = 0; c < cols; c++) {
+        values[c] = row_of(codes, row + c);
+        line[c] = line_of(codes, row + c);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            acc[r][c] = ZERO();
+    }
+    for (long k = 0, number = begin / codes->wide, run; k < depth; number++, k += run) {
+        run = at_most((number + 1) * codes->wide - begin - k, depth - k);
+        struct group groups[TILE_COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++)
+            groups[c] = group_at(codes, line[c], number, packing);
+        for (long i = k; i < k + run; i += STEP) {
+            const char *here = x + i * rows * packed_size(dtype);
+#ifdef DOT_BF16
+            if (dtype == DTYPE_BF16) {
+#pragma GCC unroll 8
+                for (int c = 0; c < cols; c++) {
+                    const vi weights = bf16_at(&groups[c], values[c], begin + i, packing);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+                        acc[r][c] = DOT_BF16(acc[r][c], weights, LOAD_INT(here + r * STEP * 2));
+                }
+                continue;
+            }
+#endif
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++)
+#pragma GCC unroll 2
+                for (int half = 0; half < STEP; half += LANES) {
+                    const vf weights = floats_at(&groups[c], values[c], begin + i + half, packing);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+                        acc[r][c] = FMA(weights, LOAD((const float *)here + r * STEP + half), acc[r][c]);
+                }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++)
+            sums[r * sums_stride + c] += SUM(acc[r][c]);
+}
+
+#define CODED_CASE(rows)                                                                                                           case rows:                                                                                                                         for (; c + TILE_COLS <= cols; c += TILE_COLS)                                                                                      coded_tile(codes, x, row + c, begin, depth, sums + c, sums_stride, dtype, packing, rows, TILE_COLS);                       for (; c < cols; c++)                                                                                                              coded_tile(codes, x, row + c, begin, depth, sums + c, sums_stride, dtype, packing, rows, 1);                               break;
+
+INLINE void coded_tiles(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
+                        long sums_stride, const int dtype, const int packing, long rows, long cols)
+{
+    long c = 0;
+    switch (rows) {
+        CODED_CASE(1)
+        CODED_CASE(2)
+        CODED_CASE(3)
+        CODED_CASE(4)
+#if MAX_ROWS > 4
+        CODED_CASE(5)
+#endif
+#if MAX_ROWS > 5
+        CODED_CASE(6)
+#endif
+#if MAX_ROWS > 6
+        CODED_CASE(7)
+        CODED_CASE(8)
+#endif
+    }
+}
+
 /* The same for quantized weights: a few of their rows are floats at a time, of this dtype, and do not leave the cache. */
 INLINE void multiply_codes(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long count = tiles(job->rows), stride = DECODED * size_of(dtype), sums_stride = job->block_cols;
+    const struct codes *codes = job->codes;
+    if (job->rows <= MAX_ROWS && job->depth % STEP == 0 && has_steps(codes) &&
+        (codes->packing == NIBBLES || codes->packing == SIGNED)) {
+        for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
+            const char *x = packed_at(job, 0, piece, dtype);
+            const long depth = at_most(job->depth - piece, PIECE(dtype));
+            if (codes->packing == NIBBLES)
+                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, NIBBLES, job->rows, cols);
+            else
+                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, SIGNED, job->rows, cols);
+        }
+        return;
+    }
     char *weights = (char *)(sums + whole_lines(job->rows * sums_stride));
     float carried[TILE_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
     const long all = count > 1 ? cols : cols_of(job->rows); /* weight rows that are decoded together */
@@ -295,13 +385,21 @@ INLINE void multiply_codes(const struct linear_job *job, float *sums, long col, 
         }
 }
 
+/* Once for x of each dtype whose decoded weights are fp32: these are large functions. */
+static __attribute__((noinline)) void multiply_decoded_fp32(const struct linear_job *job, float *sums, long col, long cols)
+{
+    multiply_codes(job, sums, col, cols, DTYPE_FP32);
+}
+
 /* Write the output of the weight rows [col, col + cols). dtype is that of x. */
 INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    if (job->codes)
-        multiply_codes(job, sums, col, cols, packed_size(dtype) == 4 ? DTYPE_FP32 : dtype);
+    if (job->codes && packed_size(dtype) == 4)
+        multiply_decoded_fp32(job, sums, col, cols);
+    else if (job->codes)
+        multiply_codes(job, sums, col, cols, dtype);
     else
         multiply(job, sums, col, cols, dtype);
     for (long r = 0; r < job->rows; r++)

@@ -45,7 +45,8 @@ static inline vi nibbles(const void *p)
 }
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define DOT_BF16(sum, a, b) vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b))
-#define STORE_BF16(p, low, high) vst1q_bf16((bfloat16_t *)(p), vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high))
+#define TO_BF16(low, high) vreinterpretq_u32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high))
+#define STORE_INT(p, v) vst1q_u16((uint16_t *)(p), vreinterpretq_u16_u32(v))
 #endif
 
 #define WIDEN_BF16(p) AS_FLOAT(vshll_n_u16(LOAD_4(p), 16))
