@@ -136,8 +136,8 @@ def test_the_recorded_order_is_that_of_the_floats(name: str, checkpoint: Path, t
 def test_the_plan_counts_what_becomes_floats(tmp_path: Path) -> None:
     """A module of transformers that holds a layer's experts takes floats."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(**GATED, num_local_experts=4)
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
+    config = transformers.OlmoeConfig(**GATED, num_experts=4, num_experts_per_tok=2)
+    transformers.OlmoeForCausalLM(config).save_pretrained(tmp_path / "plain")
     quantize(tmp_path / "plain", tmp_path / "stored", "pack-4")
     region = fill_region(tmp_path / "stored")
     read = read_config(region)
