@@ -102,6 +102,39 @@ def test_chunks_that_are_cut_elsewhere_are_cut_to_fit() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")])
+def test_reasoning_is_text_that_may_be_cut_elsewhere(names: tuple[str, ...]) -> None:
+    def delta(text: str, **more: str) -> dict[str, Any]:
+        return chat(None) | {"delta": dict.fromkeys(names, text) | more}
+
+    transcript = Transcript()
+    first = Run(transcript, "first")
+    assert first(delta("ö a")) is not None
+    assert first(delta("b")) is not None
+    assert transcript.tokens == 2
+    second = Run(transcript, "second")
+    assert second(delta("ö")) is None
+    rest = second(delta(" abc"))
+    assert rest is not None
+    assert rest["choices"] == [delta("c")]
+    assert second(delta("d", content="x")) is not None
+    third = Run(transcript, "third")
+    rest = third(delta("ö abcd", content="xy"))
+    assert rest is not None
+    assert rest["choices"] == [delta("", content="y")]
+    with pytest.raises(DivergedError):
+        Run(transcript, "fourth")(delta("other"))
+
+
+def test_a_response_counts_the_tokens_of_its_reasoning() -> None:
+    transcript = Transcript()
+    transcript.begin()
+    for kind in ("reasoning_text", "output_text"):
+        data = json.dumps({"type": f"response.{kind}.delta", "delta": "a"}).encode()
+        assert transcript.take(b"data: " + data, data) is not None
+    assert transcript.tokens == 2
+
+
 def test_a_chat_opens_each_choice_once() -> None:
     transcript = Transcript()
     first = Run(transcript, "first")

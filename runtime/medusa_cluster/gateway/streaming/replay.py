@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..large_json import parse
 from .other_events import DivergedError, OtherEvents
 from .sse import event
 
-_SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are not compared as other fields
+# The texts of a chat's delta, in order. The reasoning has an earlier name in vLLM, and in some versions both.
+_TEXTS = (("reasoning", "reasoning_content"), ("content",))
+_SILENT = ("role", "refusal", *chain(*_TEXTS))  # fields of a chat's delta that are not compared as other fields
 _MOST_PARSED_BYTES = 4 << 20  # of an event of the Responses API: only its last ones are larger
-_DELTAS = ("response.output_text.delta", "response.function_call_arguments.delta")  # of a token each
+# Of a token each.
+_DELTAS = ("response.reasoning_text.delta", "response.output_text.delta", "response.function_call_arguments.delta")
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Transcript:
             return None
         if known.text == known.tokens == known.others == 0:
             return choice
-        return _without_known(choice, _decoded(text), known.tokens)
+        return _without_known(choice, known)
 
     def _take_frame(self, raw: bytes, frame: dict[str, Any]) -> bytes | None:
         """Return what to send for a delta frame between engine and function, which has one sequence and token ids."""
@@ -182,7 +186,7 @@ def _piece(choice: Mapping[str, Any]) -> _Piece:
     others: list[str] = []
     delta = choice.get("delta")
     if isinstance(delta, Mapping):
-        text = delta.get("content") or ""
+        text = "".join(text for _, text in _texts(delta))
         others = [_comparable(name, value) for name, value in delta.items() if name not in _SILENT and value]
         if isinstance(logprobs, Mapping):
             tokens = [str(entry.get("token")) for entry in logprobs.get("content") or []]
@@ -212,14 +216,28 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogatepass")
 
 
-def _without_known(choice: dict[str, Any], text: str, known_tokens: int) -> dict[str, Any]:
-    """Return a choice with only ``text`` as its text, and without the log-probabilities of the first tokens."""
+def _texts(delta: Mapping[str, Any]) -> Iterator[tuple[list[str], str]]:
+    """Yield the texts of a chat's delta, each with the names of its fields."""
+    for names in _TEXTS:
+        given = [name for name in names if delta.get(name)]
+        if given:
+            yield given, delta[given[0]]
+
+
+def _without_known(choice: dict[str, Any], known: _Overlap) -> dict[str, Any]:
+    """Return a choice without the text and the log-probabilities of tokens that the client has."""
     logprobs = choice.get("logprobs")
     if isinstance(logprobs, dict):
         logprobs = {
-            name: value[known_tokens:] if isinstance(value, list) else value for name, value in logprobs.items()
+            name: value[known.tokens :] if isinstance(value, list) else value for name, value in logprobs.items()
         }
-    if isinstance(choice.get("delta"), dict):
-        delta = choice["delta"] | ({"content": text} if "content" in choice["delta"] else {})
-        return choice | {"delta": delta, "logprobs": logprobs}
-    return choice | {"text": text, "logprobs": logprobs}
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return choice | {"text": _decoded(_encoded(choice.get("text") or "")[known.text :]), "logprobs": logprobs}
+    cut: dict[str, str] = {}
+    left = known.text
+    for names, text in _texts(delta):
+        whole = _encoded(text)
+        cut |= dict.fromkeys(names, _decoded(whole[left:]))
+        left = max(left - len(whole), 0)
+    return choice | {"delta": delta | cut, "logprobs": logprobs}
