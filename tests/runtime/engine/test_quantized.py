@@ -257,6 +257,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"weight_packed": torch.ones(64, 16).int()},
         "expected qweight by config.json, found weight_packed",
     ),
+    "a group index for blocks": (
+        "fp8-blocks",
+        {"weight_g_idx": torch.zeros(128).int()},
+        "weight_g_idx: expected no such tensor beside scales of blocks, found one",
+    ),
     "too few blocks": (
         "fp8-blocks",
         {"weight_scale_inv": lambda t: t[:, 1:]},

@@ -179,6 +179,8 @@ def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     if scheme.group is not None:
         scale: tuple[tuple[int, ...], ...] = ((rows, parts.groups("weight", columns, scheme.group)),)
     elif scheme.block is not None:
+        if "weight_g_idx" in parts.entries:
+            raise parts.error("weight_g_idx", "no such tensor beside scales of blocks", "one")
         scale = ((-(-rows // scheme.block[0]), -(-columns // scheme.block[1])),)
     else:
         scale = ((), (1,), (rows,), (rows, 1), (1, 1))
