@@ -48,7 +48,7 @@ def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> 
         (asked,) = cluster.ask_for_a_group(url, "torch")
         by_group = asked.result()
         assert "group-alone" not in cluster.kinds(), cluster.told()
-        until(lambda: "group-consolidated" in cluster.kinds())
+        until(lambda: "group-consolidated" in cluster.kinds(), cluster.told)
         until(lambda: len(cluster.instances()) == 1, cluster.told)
         assert completion(url) == by_group
         until(lambda: cluster.status()["models"][0]["starts"], cluster.told)
