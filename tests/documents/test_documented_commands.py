@@ -25,7 +25,7 @@ VLLM = ROOT / ".venv-vllm"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUNNERS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 PROGRAM = re.compile(
-    r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get|openssl|helm)\s"
+    r"\$ |(?:\S+/bin/)?(?:make|cmake|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get|openssl|helm)\s"
 )
 
 
