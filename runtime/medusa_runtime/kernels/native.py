@@ -170,7 +170,7 @@ class NativeKernels:
         self.bf16_dots = bf16_dots
         library.medusa_configure(instruction_set, int(bf16_dots))
         self._products.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, *[_LONG] * 4, _INT, _INT]
-        self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] * 2 + [_INT] * 3
+        self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [ctypes.c_float] * 2 + [_INT] * 3
         self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 4 + [_INT] * 2
         self._add.argtypes = [_POINTER] * 3 + [_LONG] + [_INT] * 2
@@ -224,12 +224,16 @@ class NativeKernels:
         return self.products(x, (weight,), (bias,))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, once: bool, offset: float) -> Tensor:
-        """Return ``pointwise.rms_norm`` of x [rows, size], whose rows are contiguous and size a multiple of 8."""
-        rows, size = x.shape
-        out = x.new_empty(rows, size)
-        stride = x.stride(0) * x.element_size()
+        """Return ``pointwise.rms_norm`` of x [tokens, size] or [tokens, heads, size].
+
+        The last dimension is contiguous, and its size a multiple of 8.
+        """
+        tokens, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
+        out = x.new_empty(x.shape)
+        item = x.element_size()
+        layout = (tokens * heads, size, heads, x.stride(0) * item, x.stride(-2) * item)
         places = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
-        self._norm(*places, rows, size, stride, eps, offset, once, DTYPES[x.dtype], torch.get_num_threads())
+        self._norm(*places, *layout, eps, offset, once, DTYPES[x.dtype], torch.get_num_threads())
         return out
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

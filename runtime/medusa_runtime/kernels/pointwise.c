@@ -77,7 +77,7 @@ INLINE vf rounded(vf v, const int dtype)
 struct norm {
     char *out;
     const char *x, *weight;
-    long size, stride;
+    long size, heads, stride, head_stride; /* row r is head r % heads of the token r / heads; strides in bytes */
     float eps, offset; /* the offset is added to the weight */
     int once;          /* whether only the result is rounded, and not the factor that the weight is multiplied with */
 };
@@ -86,7 +86,7 @@ INLINE void norm(const void *job, long row, long stop, const int dtype)
 {
     const struct norm *n = job;
     for (; row < stop; row++) {
-        const char *x = n->x + row * n->stride;
+        const char *x = n->x + row / n->heads * n->stride + row % n->heads * n->head_stride;
         char *out = AT(n->out, row * n->size);
         vf sums[2] = {ZERO(), ZERO()};
         EACH(i, n->size)
@@ -104,10 +104,10 @@ INLINE void norm(const void *job, long row, long stop, const int dtype)
 }
 DEFINE(norm)
 
-void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long stride, float eps, float offset,
-                 int once, int dtype, int threads)
+void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long heads, long stride, long head_stride,
+                 float eps, float offset, int once, int dtype, int threads)
 {
-    const struct norm job = {out, x, weight, size, stride, eps, offset, once};
+    const struct norm job = {out, x, weight, size, heads, stride, head_stride, eps, offset, once};
     spread_rows(norms[dtype], &job, rows, size, threads);
 }
 

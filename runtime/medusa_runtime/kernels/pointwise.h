@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long stride, float eps, float offset,
-                 int once, int dtype, int threads);
+void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long heads, long stride, long head_stride,
+                 float eps, float offset, int once, int dtype, int threads);
 void medusa_rope(char *q, char *k, const char *cos, const char *sin, long tokens, long q_heads, long k_heads, long head_dim,
                  long size, long q_stride, long k_stride, int dtype, int threads);
 void medusa_gate(char *out, const char *gate, const char *up, long rows, long size, long gate_stride, long up_stride, int dtype,

@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offse
     if size % LANES == 0 and x.stride()[-1] == 1 and weight.numel() == size and weight.is_contiguous():
         kernels = native_kernels_for(x, weight)
         if kernels is not None:
-            if x.dim() == 2:
+            if x.dim() in (2, 3) and x.numel():
                 return kernels.norm(x, weight, eps, once=once, offset=offset)
             rows = kernels.norm(x.reshape(-1, size), weight, eps, once=once, offset=offset)
             return rows.view(x.shape)

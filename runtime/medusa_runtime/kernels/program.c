@@ -33,7 +33,7 @@ int medusa_run(const struct call *calls, long count, char *const *inputs, int th
             failed = medusa_products(p[0], p[1], c->more, n[0], p[2], n[1], n[2], n[3], n[4], c->dtype, threads);
             break;
         case NORM:
-            medusa_norm(p[0], p[1], p[2], n[0], n[1], n[2], c->reals[0], c->reals[1], (int)n[3], c->dtype, threads);
+            medusa_norm(p[0], p[1], p[2], n[0], n[1], n[2], n[3], n[4], c->reals[0], c->reals[1], (int)n[5], c->dtype, threads);
             break;
         case ROPE:
             medusa_rope(p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], n[5], n[6], c->dtype, threads);

@@ -14,6 +14,7 @@ from medusa_runtime.models.layers.activation import ACTIVATIONS
 from medusa_runtime.models.layers.linear import Linear, project
 from medusa_runtime.models.layers.norm import RMSNorm
 from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
+from medusa_runtime.models.programs import Programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +129,20 @@ class GatedMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int, programs: Programs) -> None:
         super().__init__()
+        self.programs = programs
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = config.mlp(index)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotation, attention)
-        return cast(Tensor, self.mlp(self.post_attention_layernorm(hidden), hidden))
+        def plainly() -> Tensor:
+            attended = self.self_attn(self.input_layernorm(hidden), hidden, rotation, attention)
+            return cast(Tensor, self.mlp(self.post_attention_layernorm(attended), attended))
+
+        return cast(Tensor, self.programs.run(self, hidden, attention, rotation, plainly))
 
 
 class Llama(DecoderModel):
@@ -149,7 +154,8 @@ class Llama(DecoderModel):
         self.config = config
         self.rope = Rope(config.rope)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))
+        programs = Programs()
+        self.layers = nn.ModuleList(LlamaLayer(config, index, programs) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

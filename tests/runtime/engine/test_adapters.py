@@ -261,7 +261,7 @@ def test_an_adapter_takes_part_in_layers_that_were_recorded(serve: Any, tmp_path
     served, merged = serve(base), serve(merge(tmp_path / "merged", base, adapter))
     prompt = (5, 17, 2, 88, 41, 41, 9, 60)
     plain, expected = (ask(engine, prompt, None, max_tokens=24).tokens for engine in (served, merged))
-    found = served.engine._model.module.model.layers[0].medusa_programs._found
+    found = served.engine._model.module.model.layers[0].medusa_programs[0]._found
     if not isinstance(native_kernels(), str):
         assert [type(one).__name__ for (_, rows), one in found.items() if rows == 1] == ["_Recorded"] * 2
     served.engine.add_adapter("one", fetched(adapter))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_fixtures import Served
 from medusa_runtime.kernels.compiled import native_kernels
-from medusa_runtime.models.transformers import programs
+from medusa_runtime.models import programs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -26,6 +26,12 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RECORDED: dict[str, dict[str, Any]] = {"Olmo2": {}, "Olmo3": {"sliding_window": 6}, "SmolLM3": {}}
+OURS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen3": {"head_dim": 16},
+}
 NOT_RECORDED: dict[str, dict[str, Any]] = {
     "Granite": {"residual_multiplier": 0.5},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -54,16 +60,18 @@ def recorded(served: Served) -> dict[int, int]:
     """Return how many layers are recorded, for each number of tokens."""
     model: Any = served.engine._model
     found: dict[int, int] = {}
-    for (_, rows), one in model.module.model.layers[0].medusa_programs._found.items():
+    layers = model.module.model.layers if hasattr(model, "module") else model.layers
+    kept = layers[0].programs if layers is getattr(model, "layers", None) else layers[0].medusa_programs[0]
+    for (_, rows), one in kept._found.items():
         found[rows] = found.get(rows, 0) + isinstance(one, programs._Recorded)
     return found
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDED | OURS)
 def test_recorded_layers_give_the_tokens_of_transformers(
     name: str, tmp_path: Path, serve: Callable[..., Served]
 ) -> None:
-    model = write(name, tmp_path, **RECORDED[name])
+    model = write(name, tmp_path, **(RECORDED | OURS)[name])
     served = serve(tmp_path)
     for _ in range(2):
         answers = [served.ask(prompt, max_tokens=TOKENS) for prompt in PROMPTS]
@@ -76,11 +84,11 @@ def test_recorded_layers_give_the_tokens_of_transformers(
     assert recorded(served)[len(PROMPTS)] == SHAPE["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDED | OURS)
 def test_recorded_layers_give_the_same_numbers(
     name: str, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(name, tmp_path, **RECORDED[name])
+    write(name, tmp_path, **(RECORDED | OURS)[name])
     found = []
     for steps in (0, 10**9):
         monkeypatch.setattr(programs, "_STEPS", steps)

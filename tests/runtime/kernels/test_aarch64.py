@@ -172,8 +172,8 @@ def test_steps_between_products(image: Image, emulated: Path, here: native.Nativ
     x, up, weight = (made(image, *shape, dtype=dtype) for shape in ((rows, size), (rows, size + 8), (size,)))
     up = up[:, 8:]
     out = image.place(torch.zeros(rows, size, dtype=dtype))
-    pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
-    call(*(image, emulated, "medusa_norm", *pointers, rows, size, size * item, 0, number, THREADS), floats=(1e-5, 1.0))
+    pointers, norm_layout = (out.data_ptr(), x.data_ptr(), weight.data_ptr()), (rows, size, 1, size * item, 0)
+    call(*(image, emulated, "medusa_norm", *pointers, *norm_layout, 0, number, THREADS), floats=(1e-5, 1.0))
     assert_alike(out, here.norm(x, weight, 1e-5, once=False, offset=1.0))
 
     pointers = (out.data_ptr(), x.data_ptr(), up.data_ptr())
