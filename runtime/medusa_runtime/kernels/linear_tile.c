@@ -276,6 +276,8 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
     vf acc[MAX_ROWS][TILE_COLS];
     const uint8_t *values[TILE_COLS];
     long line[TILE_COLS];
+    const long bits = packing == NIBBLES ? 4 : 8, row_bytes = codes->columns * bits / 8;
+    const long ahead = (1 + AHEAD / (cols * row_bytes)) * cols * row_bytes;
     for (int c = 0; c < cols; c++) {
         values[c] = row_of(codes, row + c);
         line[c] = line_of(codes, row + c);
@@ -287,10 +289,15 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
         run = at_most((number + 1) * codes->wide - begin - k, depth - k);
         struct group groups[TILE_COLS];
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++)
+        for (int c = 0; c < cols; c++) {
+            PREFETCH(codes->scale + line[c] + number + cols * codes->scale_columns, NEAR);
             groups[c] = group_at(codes, line[c], number, packing);
+        }
         for (long i = k; i < k + run; i += STEP) {
             const char *here = x + i * rows * packed_size(dtype);
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++) /* the weights of the next tiles: see tile */
+                PREFETCH(values[c] + (begin + i) * bits / 8 + ahead, NEAR);
 #ifdef DOT_BF16
             if (dtype == DTYPE_BF16) {
 #pragma GCC unroll 8
