@@ -53,6 +53,8 @@ class LlamaCpp:
         flags = (*_FLAGS, "--port", str(port))
         if question.model == question.folder:
             return LlamaServer([self._server, "--model", self._gguf, *flags], port=port)
+        if shutil.which("curl") is None:
+            raise MissingPackageError("expected curl, which fetches the file from an origin first, found none")
         file = Path(self._downloads.name) / self._gguf.name
         file.unlink(missing_ok=True)  # a server that still maps it keeps its bytes
         download = ["sh", "-c", _DOWNLOAD, "sh", file, f"{question.env['AWS_ENDPOINT_URL']}/{OBJECT}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,15 @@ def test_a_start_ends_with_the_first_token_and_quantized_text_is_not_compared(
         assert sample.pss_mb
 
 
+def test_an_origin_needs_curl(tmp_path: Path, question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = replace(question, model="s3://bucket/model", env={"AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
+    with contestant(tmp_path, "BF16 first") as made:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(MissingPackageError, match="expected curl"):
+            made.sample(far)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_from_an_origin_the_file_is_fetched_before_each_start(tmp_path: Path, question: Question) -> None:
     with contestant(tmp_path, "BF16 first") as made, origin(question, "s3", tmp_path / "m.gguf", counting=False) as far:
         assert made.sample(far).text == "BF16 first"

@@ -129,9 +129,9 @@ class GatedMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, index: int, programs: Programs) -> None:
+    def __init__(self, config: LlamaConfig, index: int, programs: Programs | None = None) -> None:
         super().__init__()
-        self.programs = programs
+        self.programs = programs or Programs()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
