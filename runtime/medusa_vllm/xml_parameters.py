@@ -8,9 +8,9 @@ _MOST_REFERENCES = 16
 
 
 class XmlStyle(NamedTuple):
-    """What stands before a property's name, between it and a string or another value, and behind the value.
+    """The text around a property: before its name, between the name and the value, and behind the value.
 
-    None stands for white space that may be there.
+    Strings and other values have their own text between. None stands for white space that may be there.
     """
 
     before_name: str

@@ -62,7 +62,7 @@ class Choice:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the text has come that is no reasoning."""
+        """Whether the reasoning has ended, or there is none, so that new text belongs to the answer."""
         return self.parser is None or self.parser.ended
 
     def forget(self) -> None:

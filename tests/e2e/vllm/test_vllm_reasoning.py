@@ -23,7 +23,7 @@ CHOICE = {"structured_outputs": {"choice": ["yes", "yet"]}}
 def clients(
     start_shared: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[openai.OpenAI]]:
-    """Of both engines. The model is for text only, whose tokenizer vLLM does not need otherwise."""
+    """Clients of both engines. For a model of text only, vLLM needs no tokenizer unless a parser asks for it."""
     thinker = write_thinker(tmp_path_factory.mktemp("thinker"))
     flags = ("--engine", "vllm", "--", "--reasoning-parser", "deepseek_r1", "--served-model-name", "thinker")
     with ExitStack() as stack:

@@ -64,9 +64,10 @@ class Codes(NamedTuple):
         The values stay where they are, unless they are transposed: then they are copied into rows, the columns of a
         group beside each other. None if no kernel multiplies with such a weight.
         """
-        kernels, packing, order = native_kernels(), self._packing, self._order()
+        kernels, packing = native_kernels(), self._packing
         if not isinstance(kernels, native.NativeKernels) or packing is None:
             return None
+        order = self._order()
         if self.group_of is not None and order is None:
             return None
         if not self.transposed:

@@ -35,7 +35,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def can_stay(self) -> bool:
-        """Whether kernels can multiply with this weight's codes, so that its floats are not kept."""
+        """Whether kernels can multiply with this weight's codes. If they cannot, it becomes floats."""
         scheme = self.scheme
         if scheme.scattered or (LAYOUTS[scheme.layout].is_transposed and self.shape[1] % NIBBLE_RUN):
             return False
