@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-/* How values are stored, as in load/quantized/codes.py: bytes, words of nibbles or bytes, or floats of 8 bits. */
-enum packing { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3 };
+/* How values are stored, as in load/quantized/codes.py: bytes, words of nibbles or bytes, or floats of 8 or 4 bits. */
+enum packing { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3, E2M1 };
 
 /* What medusa_dequantize makes of transposed codes beside floats (dtype.h): their integers, [columns, rows]. */
 enum { AS_NIBBLES = 3, AS_BYTES = 4 };
@@ -14,11 +14,12 @@ enum { AS_NIBBLES = 3, AS_BYTES = 4 };
 /* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. */
 struct codes {
     const void *values;
-    const float *scale, *zero; /* zero may be null; with one_zero it is a single number for all */
+    const void *scale; /* floats, or with `exponents` bytes of E8M0: powers of two */
+    const float *zero; /* may be null; with one_zero it is a single number for all */
     const int64_t *group_of;   /* the scale's column (transposed: row) for each stored column (row); may be null */
     const float *table;        /* the float that each of the 256 bytes stands for */
     const int64_t *order;      /* for AS_NIBBLES and AS_BYTES: the stored row that each result's column is; may be null */
     void *out;                 /* [rows, columns], or [columns, rows] if transposed */
     long rows, columns, high, wide, scale_columns;
-    int one_zero, packing, transposed, dtype;
+    int one_zero, packing, transposed, dtype, exponents;
 };

@@ -5,6 +5,23 @@
 #include "codes.h"
 #include "simd.h"
 
+/* The bits of a value, in packings in which the values of a row follow each other. */
+#define BITS(packing) ((packing) == NIBBLES || (packing) == E2M1 ? 4 : 8)
+
+INLINE float scale_at(const struct codes *codes, long at)
+{
+    if (!codes->exponents)
+        return ((const float *)codes->scale)[at];
+    const uint32_t exponent = ((const uint8_t *)codes->scale)[at];
+    const uint32_t bits = exponent == 255 ? 0x7fc00000u : exponent ? exponent << 23 : 0x00400000u;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static const float e2m1_values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                      -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
 /* Decode the values [begin, begin + count) of a row; begin is a multiple of 8. */
 static void decode(const struct codes *codes, long row, long begin, long count, float *restrict out)
 {
@@ -32,6 +49,13 @@ static void decode(const struct codes *codes, long row, long begin, long count, 
             out[2 * i + 1] = (float)(bytes[i] >> 4);
         }
         break;
+    case E2M1:
+        bytes = (const uint8_t *)codes->values + (row * columns + begin) / 2;
+        for (long i = 0; i < count / 2; i++) {
+            out[2 * i] = e2m1_values[bytes[i] & 15];
+            out[2 * i + 1] = e2m1_values[bytes[i] >> 4];
+        }
+        break;
     case DOWN4:
         words += row / 8 * columns + begin;
         for (long i = 0, shift = row % 8 * 4; i < count; i++)
@@ -53,20 +77,21 @@ static void decode(const struct codes *codes, long row, long begin, long count, 
 static void scale_values(const struct codes *codes, long row, long begin, long count, float *restrict values)
 {
     const long line = (codes->transposed && codes->group_of ? codes->group_of[row] : row / codes->high) * codes->scale_columns;
-    const float *scale = codes->scale + line, *zeros = codes->zero + (codes->zero && !codes->one_zero ? line : 0);
+    const float *zeros = codes->zero + (codes->zero && !codes->one_zero ? line : 0);
     if (codes->group_of && !codes->transposed) {
         for (long i = 0; i < count; i++) {
             const long group = codes->group_of[begin + i];
             const float zero = !codes->zero ? 0.0f : codes->one_zero ? zeros[0] : zeros[group];
-            values[i] = (values[i] - zero) * scale[group];
+            values[i] = (values[i] - zero) * scale_at(codes, line + group);
         }
     } else if (codes->wide == 1 && codes->zero && !codes->one_zero) {
         for (long i = 0; i < count; i++)
-            values[i] = (values[i] - zeros[begin + i]) * scale[begin + i];
+            values[i] = (values[i] - zeros[begin + i]) * scale_at(codes, line + begin + i);
     } else {
         for (long i = 0; i < count;) {
             const long group = (begin + i) / codes->wide, end = at_most((group + 1) * codes->wide - begin, count);
-            const float zero = !codes->zero ? 0.0f : codes->one_zero ? zeros[0] : zeros[group], factor = scale[group];
+            const float zero = !codes->zero ? 0.0f : codes->one_zero ? zeros[0] : zeros[group];
+            const float factor = scale_at(codes, line + group);
             for (; i < end; i++)
                 values[i] = (values[i] - zero) * factor;
         }
@@ -80,6 +105,10 @@ INLINE vf values_at(const uint8_t *row, long at, const int packing)
         return TO_FLOAT(AND(nibbles(row + at / 2), SPLAT_INT(15)));
     if (packing == SIGNED)
         return TO_FLOAT(WIDEN_SIGNED(row + at));
+    if (packing == E2M1) { /* as E4M3 below, with fewer bits */
+        const vi nibble = nibbles(row + at / 2), sign = SHIFT_LEFT(AND(nibble, SPLAT_INT(8)), 28);
+        return MUL(AS_FLOAT(OR(sign, SHIFT_LEFT(AND(nibble, SPLAT_INT(7)), 22))), SPLAT(0x1p126f));
+    }
     const vi bytes = WIDEN_UNSIGNED(row + at);
     if (packing == UNSIGNED)
         return TO_FLOAT(bytes);
@@ -99,13 +128,15 @@ struct group {
 INLINE struct group group_at(const struct codes *codes, long line, long number, const int packing)
 {
     struct group found = {.zero = SPLAT(!codes->zero ? 0.0f : codes->zero[codes->one_zero ? 0 : line + number]),
-                          .factor = SPLAT(codes->scale[line + number])};
+                          .factor = SPLAT(scale_at(codes, line + number))};
 #ifdef PICK
     if (packing == NIBBLES)
         found.table = MUL(SUB(COUNTED(), found.zero), found.factor);
+    if (packing == E2M1)
+        found.table = MUL(LOAD(e2m1_values), found.factor);
 #endif
 #ifdef PICK_BF16
-    if (packing == NIBBLES)
+    if (BITS(packing) == 4)
         found.narrow_table = BF16_TABLE(found.table);
 #endif
     (void)packing;
@@ -116,7 +147,7 @@ INLINE struct group group_at(const struct codes *codes, long line, long number, 
 INLINE vf floats_at(const struct group *group, const uint8_t *row, long at, const int packing)
 {
 #ifdef PICK
-    if (packing == NIBBLES)
+    if (BITS(packing) == 4)
         return PICK(group->table, nibbles(row + at / 2));
 #endif
     return MUL(SUB(values_at(row, at, packing), group->zero), group->factor);
@@ -127,7 +158,7 @@ INLINE vf floats_at(const struct group *group, const uint8_t *row, long at, cons
 INLINE vi bf16_at(const struct group *group, const uint8_t *row, long at, const int packing)
 {
 #ifdef PICK_BF16
-    if (packing == NIBBLES)
+    if (BITS(packing) == 4)
         return PICK_BF16(group->narrow_table, nibbles_16(row + at / 2));
 #endif
     return TO_BF16(floats_at(group, row, at, packing), floats_at(group, row, at + LANES, packing));
@@ -154,12 +185,12 @@ INLINE void decode_group(const struct group *group, const uint8_t *row, long at,
 INLINE int has_steps(const struct codes *codes)
 {
     const int packing = codes->packing;
-    return codes->wide % STEP == 0 && !codes->group_of && (packing <= UNSIGNED || packing == NIBBLES || packing == E4M3);
+    return codes->wide % STEP == 0 && !codes->group_of && (packing <= UNSIGNED || packing == NIBBLES || packing >= E4M3);
 }
 
 INLINE const uint8_t *row_of(const struct codes *codes, long row)
 {
-    return (const uint8_t *)codes->values + row * codes->columns * (codes->packing == NIBBLES ? 4 : 8) / 8;
+    return (const uint8_t *)codes->values + row * codes->columns * BITS(codes->packing) / 8;
 }
 
 /* Where the scales of a row begin. */
@@ -181,6 +212,7 @@ INLINE void decode_row(const struct codes *codes, long row, long begin, long cou
             case SIGNED: decode_group(&group, values, at, run, out, done, SIGNED, dtype); break;
             case UNSIGNED: decode_group(&group, values, at, run, out, done, UNSIGNED, dtype); break;
             case NIBBLES: decode_group(&group, values, at, run, out, done, NIBBLES, dtype); break;
+            case E2M1: decode_group(&group, values, at, run, out, done, E2M1, dtype); break;
             default: decode_group(&group, values, at, run, out, done, E4M3, dtype);
             }
         }

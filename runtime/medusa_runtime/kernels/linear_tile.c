@@ -276,8 +276,8 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
     vf acc[MAX_ROWS][TILE_COLS];
     const uint8_t *values[TILE_COLS];
     long line[TILE_COLS];
-    const long bits = packing == NIBBLES ? 4 : 8, row_bytes = codes->columns * bits / 8;
-    const long ahead = (1 + AHEAD / (cols * row_bytes)) * cols * row_bytes;
+    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8;
+    const long ahead = (1 + AHEAD / (cols * row_bytes)) * cols * row_bytes, scale_bytes = codes->exponents ? 1 : 4;
     for (int c = 0; c < cols; c++) {
         values[c] = row_of(codes, row + c);
         line[c] = line_of(codes, row + c);
@@ -290,7 +290,7 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
         struct group groups[TILE_COLS];
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            PREFETCH(codes->scale + line[c] + number + cols * codes->scale_columns, NEAR);
+            PREFETCH((const char *)codes->scale + (line[c] + number + cols * codes->scale_columns) * scale_bytes, NEAR);
             groups[c] = group_at(codes, line[c], number, packing);
         }
         for (long i = k; i < k + run; i += STEP) {
@@ -358,12 +358,14 @@ INLINE void multiply_codes(const struct linear_job *job, float *sums, long col, 
     const long count = tiles(job->rows), stride = DECODED * size_of(dtype), sums_stride = job->block_cols;
     const struct codes *codes = job->codes;
     if (job->rows <= MAX_ROWS && job->depth % STEP == 0 && has_steps(codes) &&
-        (codes->packing == NIBBLES || codes->packing == SIGNED)) {
+        (codes->packing == NIBBLES || codes->packing == SIGNED || codes->packing == E2M1)) {
         for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
             const char *x = packed_at(job, 0, piece, dtype);
             const long depth = at_most(job->depth - piece, PIECE(dtype));
             if (codes->packing == NIBBLES)
                 coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, NIBBLES, job->rows, cols);
+            else if (codes->packing == E2M1)
+                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, E2M1, job->rows, cols);
             else
                 coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, SIGNED, job->rows, cols);
         }

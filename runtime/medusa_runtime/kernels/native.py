@@ -69,14 +69,14 @@ class _Codes(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "order", "out")),
         *((name, _LONG) for name in ("rows", "columns", "high", "wide", "scale_columns")),
-        *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype")),
+        *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype", "exponents")),
     ]
 
 
 class StoredCodes:
     """A quantized matrix of ``shape`` as the kernels take it. codes.h explains the arguments.
 
-    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale and zero in fp32, and
+    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale in fp32 or E8M0, zero in fp32, and
     ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs to the
     input's element ``order[i]``.
     """
@@ -111,6 +111,7 @@ class StoredCodes:
             one_zero=zero is not None and zero.numel() == 1,
             packing=packing,
             transposed=transposed,
+            exponents=scale.dtype is torch.float8_e8m0fnu,
         )
         self.address = ctypes.addressof(self._struct)
 

@@ -43,6 +43,11 @@ def eights(rows: int, columns: int) -> Tensor:
     return found.where(found % 128 < 127, 0).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def exponents(rows: int, columns: int) -> Tensor:
+    """Scales of E8M0: powers of two."""
+    return integers(rows, columns, 118, 126).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
 # Each makes a weight [out, in] with in >= 64: groups that are whole vectors, groups that are not, and whole rows.
 FORMS: dict[str, Callable[[int, int], Codes]] = {
     "int8": lambda rows, columns: Codes(integers(rows, columns, -128, 128).char(), fractions(rows, 1)),
@@ -68,6 +73,9 @@ FORMS: dict[str, Callable[[int, int], Codes]] = {
     ),
     "fp8-e5m2": lambda rows, columns: Codes(
         (integers(rows, columns, 0, 120)).to(torch.uint8).view(torch.float8_e5m2), fractions(rows, 1)
+    ),
+    "mxfp4": lambda rows, columns: Codes(
+        integers(rows, columns // 2, 0, 256).to(torch.uint8), exponents(rows, columns // 32), None, "e2m1", 4
     ),
     "gptq": lambda rows, columns: Codes(
         words(columns // 8, rows), fractions(columns // 32, rows), zeros(columns // 32, rows), "down", 4,
@@ -123,6 +131,16 @@ def test_a_product_has_the_bits_of_one_with_the_floats(
             assert torch.equal(found, expected), (cols, depth, rows)
 
 
+def test_every_value_and_scale_of_mxfp4(used: native.NativeKernels) -> None:
+    scale = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu).unsqueeze(1)
+    stored = torch.arange(16, dtype=torch.uint8).mul(17).repeat(255, 1)  # each nibble twice
+    floats = kept(Codes(stored, scale, None, "e2m1", 4))
+    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    expected = torch.cat((values, -values)).repeat_interleave(2) * torch.arange(-127.0, 128).exp2().unsqueeze(1)
+    assert torch.equal(floats + 0, expected.float())
+    assert torch.equal(Codes(stored, scale, None, "e2m1", 4).dequantize(torch.float32), expected.float())
+
+
 def test_columns_that_end_within_a_vector(used: native.NativeKernels) -> None:
     made = Codes(integers(50, 1037, -128, 128).char(), fractions(50, 1))
     x = torch.randn(3, 1037)
@@ -139,7 +157,7 @@ def test_several_weights_at_once_are_each_alone(used: native.NativeKernels) -> N
         assert torch.equal(found, torch.cat(alone, 1))
 
 
-@pytest.mark.parametrize("form", ["nibbles", "int8", "fp8"])
+@pytest.mark.parametrize("form", ["nibbles", "int8", "fp8", "mxfp4"])
 def test_codes_at_the_end_of_read_only_memory(used: native.NativeKernels, form: str) -> None:
     """The last row ends where memory ends: a byte read further, or a write, would kill this process."""
     page = mmap.PAGESIZE
@@ -160,7 +178,7 @@ def test_codes_at_the_end_of_read_only_memory(used: native.NativeKernels, form: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["nibbles", "fp8-blocks", "int8-tensor"])
+@pytest.mark.parametrize("form", ["nibbles", "fp8-blocks", "int8-tensor", "mxfp4"])
 def test_torch_multiplies_what_is_not_ours(form: str, dtype: torch.dtype) -> None:
     """Many rows where torch is faster, other strides, gradients: with the floats of a slice at a time."""
     if isinstance(kernels.native_kernels(), str):

@@ -13,8 +13,11 @@ from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.quantized import unpack
 
 _CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
-_SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3 = 0, 1, 2, 3, 7  # how the kernels read values: the enum in codes.h
-_PACKED = {("across", 4): _NIBBLES, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
+_SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3, _E2M1 = 0, 1, 2, 3, 7, 8  # how the kernels read values: the enum in codes.h
+_PACKED = {
+    ("across", 4): _NIBBLES, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6,
+    ("e2m1", 4): _E2M1,
+}  # fmt: skip
 NIBBLE_RUN = 8  # the columns of a row of nibbles are a multiple of it
 _BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _TABLE}
 
@@ -24,7 +27,7 @@ class Codes(NamedTuple):
 
     It has the shape [out, in], or [in, out] if it is ``transposed``.
 
-    stored: the values, 8 bits wide, or words from which ``packing`` (a function of ``unpack``) takes values of
+    stored: the values, 8 bits wide, or words or bytes from which ``packing`` (a function of ``unpack``) takes values of
         ``bits``.
     scale: [a, b], one for each of a x b blocks of equal size.
     zero: like ``scale``, or one number [1, 1], or None.
@@ -45,7 +48,7 @@ class Codes(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """The rows and columns of the values."""
         rows, columns = self.stored.shape
-        many = 1 if self.packing is None else 32 // self.bits
+        many = 1 if self.packing is None else 8 * self.stored.element_size() // self.bits
         return (rows * many, columns) if self.packing == "down" else (rows, columns * many)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -102,7 +105,9 @@ class Codes(NamedTuple):
         return _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
 
     def _stored(self, packing: int) -> native.StoredCodes:
-        shape, scale = self.shape, self.scale.float().contiguous()
+        shape, scale = self.shape, self.scale.contiguous()
+        if scale.dtype is not torch.float8_e8m0fnu:  # the kernels read these as they are stored
+            scale = scale.float()
         table = None
         if packing in (_TABLE, _E4M3):
             table = torch.arange(256, dtype=torch.uint8).view(self.stored.dtype).float()

@@ -1,4 +1,4 @@
-"""Unpacking small integers from 32-bit words. Words are little-endian, and the first integer is in the lowest bits."""
+"""Unpacking small numbers from 32-bit words or bytes. Words are little-endian, and the first integer is in the lowest bits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def across(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     return torch.stack([_field(octets, bits, at) for at in range(8 // bits)], -1).flatten(1)
+
+
+def e2m1(octets: Tensor, bits: int) -> Tensor:
+    """Unpack uint8 [rows, bytes] to float32 [rows, bytes * 2]: floats of 4 bits (Open Compute's E2M1)."""
+    sizes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    return torch.cat((sizes, -sizes))[across(octets, bits).int()]
 
 
 def down(words: Tensor, bits: int) -> Tensor:
@@ -43,4 +49,4 @@ def _field(octets: Tensor, bits: int, at: int) -> Tensor:
     return (octets >> (at * bits)) & ((1 << bits) - 1)
 
 
-__all__ = ["across", "down", "interleaved"]
+__all__ = ["across", "down", "e2m1", "interleaved"]
