@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -136,6 +136,10 @@ class WeightIndex:
     def region_bytes(self) -> int:
         """The size of the region's data area, to which local files do not count."""
         return max((shard.offset + shard.data_bytes for shard in self.shards if shard.path is None), default=0)
+
+    def stored_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names in the checkpoint's files of the tensors that these are, are made of or are a part of."""
+        return list(names)
 
     def to_json(self) -> bytes:
         document = {

@@ -134,6 +134,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of new tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, section 4.1).
 
@@ -143,6 +144,7 @@ def paged_attention(
     sequences: int32 [tokens], each token's row of ``block_tables``.
     contexts: int32 [tokens], how many tokens of its sequence a token sees, including itself (position + 1).
     window: the most of them that it sees, the last ones; None for all.
+    sinks: [heads], the scores of an extra position that has no value (GPT-OSS).
 
     Returns [tokens, heads, head_dim]. Blocks that no token sees are not read.
     """
@@ -161,10 +163,11 @@ def paged_attention(
         and q.stride()[1:] == (q.shape[2], 1)
         and keys.stride(3) == values.stride(3) == 1
         and all(index.dtype is torch.int32 and index.stride()[-1] == 1 for index in indices)
+        and (sinks is None or (sinks.dtype is q.dtype and sinks.is_contiguous() and sinks.shape == q.shape[1:2]))
         and not torch.is_grad_enabled()
     ):
-        return kernels.attention(q, keys, values, *indices, scale=scale, window=window)
-    return paged.attention(q, keys, values, *indices, scale=scale, window=window)
+        return kernels.attention(q, keys, values, *indices, scale=scale, window=window, sinks=sinks)
+    return paged.attention(q, keys, values, *indices, scale=scale, window=window, sinks=sinks)
 
 
 def describe() -> dict[str, str]:

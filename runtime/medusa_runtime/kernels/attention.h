@@ -16,6 +16,7 @@ struct kv_pool {
 struct attention {
     const char *q; /* [tokens][heads][head_dim], heads contiguous */
     char *out;     /* the same shape, contiguous */
+    const char *sinks; /* [heads], in the dtype of q: scores of a position without a value, or null */
     struct kv_pool keys, values;
     const int32_t *block_tables; /* [sequences][block_table_stride] */
     const int32_t *sequences;    /* [tokens]: row of block_tables */

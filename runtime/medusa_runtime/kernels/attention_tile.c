@@ -48,14 +48,15 @@ INLINE void load_rows(struct rows *rows, const struct attention *a, const struct
     rows->head_dim = a->head_dim;
     for (long i = 0; i < which->count; i++) {
         const long row = which->first_row + i, token = which->first_token + row / group;
-        const char *q = a->q + token * a->q_stride + (which->kv_head * group + row % group) * a->head_dim * size_of(dtype);
+        const long head = which->kv_head * group + row % group;
+        const char *q = a->q + token * a->q_stride + head * a->head_dim * size_of(dtype);
         for (long d = 0; d < a->head_dim; d += STEP) {
             STORE(&rows->q[i][d], first(q + d * size_of(dtype), dtype) * SPLAT(a->scale));
             STORE(&rows->q[i][d + LANES], second(q + d * size_of(dtype), dtype) * SPLAT(a->scale));
         }
         memset(rows->out[i], 0, (size_t)a->head_dim * sizeof(float));
-        rows->largest[i] = -INFINITY;
-        rows->total[i] = 0.0f;
+        rows->largest[i] = a->sinks ? element(a->sinks, head, dtype) : -INFINITY;
+        rows->total[i] = a->sinks ? 1.0f : 0.0f; /* of the weights, each relative to the largest score */
         rows->stop[i] = a->contexts[token];
         rows->start[i] = a->window && a->contexts[token] > a->window ? a->contexts[token] - a->window : 0;
     }

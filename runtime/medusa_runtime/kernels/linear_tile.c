@@ -228,11 +228,6 @@ INLINE const char *packed_at(const struct linear_job *job, long number, long k, 
     return (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
 }
 
-INLINE float element(const void *p, long at, const int dtype)
-{
-    return dtype == DTYPE_FP32 ? ((const float *)p)[at] : widened(((const uint16_t *)p)[at], dtype);
-}
-
 INLINE void put(void *p, long at, float value, const int dtype)
 {
     if (dtype == DTYPE_FP32)

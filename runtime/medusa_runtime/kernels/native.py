@@ -46,6 +46,7 @@ class _Attention(ctypes.Structure):
     _fields_: ClassVar = [
         ("q", _POINTER),
         ("out", _POINTER),
+        ("sinks", _POINTER),
         ("keys", _Pool),
         ("values", _Pool),
         ("block_tables", _POINTER),
@@ -306,12 +307,14 @@ class NativeKernels:
         *,
         scale: float,
         window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the same as ``paged_attention``. All on the CPU, q contiguous within a token, integers int32."""
         out = torch.empty(q.shape, dtype=q.dtype)
         job = _Attention(
             q=q.data_ptr(),
             out=out.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
             keys=_pool(keys),
             values=_pool(values),
             block_tables=block_tables.data_ptr(),

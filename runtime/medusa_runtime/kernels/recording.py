@@ -198,8 +198,8 @@ class Recorder(TorchFunctionMode):
         """Return the addresses in a structure that each run gives anew, after a check that the others are constant."""
         if isinstance(argument, ctypes.Structure):
             job: Any = argument
-            for pool in (job.keys, job.values):
-                self._check(pool.data)
+            for address in (job.keys.data, job.values.data, job.sinks):
+                self._check(address)
             return [job.q, job.out, job.block_tables, job.sequences, job.contexts]
         for part in argument:
             self._check(part.weight)

@@ -52,3 +52,8 @@ static inline float widened(uint16_t bits, const int dtype)
     memcpy(&value, &wide, sizeof value);
     return value;
 }
+
+INLINE float element(const void *p, long at, const int dtype)
+{
+    return dtype == DTYPE_FP32 ? ((const float *)p)[at] : widened(((const uint16_t *)p)[at], dtype);
+}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.gate import Gate, unit_gates
@@ -25,7 +26,8 @@ class Applier:
 
     ``dtype`` converts floating point tensors; None keeps the checkpoint's types. ``rename`` maps a tensor's name in the
     checkpoint to the module's, or to None to leave it out. Without it the module's own ``rename`` is used if it has
-    one, else the names are equal. ``quantization`` says how the checkpoint stores quantized weights, if it has any.
+    one, else the names are equal. ``quantization`` says how the checkpoint stores quantized weights, if it has any, and
+    ``divide`` which tensors the module takes in parts (``RegionTensors``).
     """
 
     def __init__(
@@ -35,20 +37,22 @@ class Applier:
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         quantization: Quantization | None = None,
+        divide: Divide | None = None,
     ) -> None:
         self.module = module
         self.dtype = dtype
         self.quantization = quantization
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
+        self._divide = divide
         self._places: dict[str, Place] = {}
 
     def tensors(self, region: Region) -> RegionTensors:
         """Return the tensors of a region in the form in which this applier takes them."""
         if self.quantization is None:
-            return RegionTensors(region)
+            return RegionTensors(region, self._divide)
         from medusa_runtime.load.quantized.tensors import DequantizedTensors  # most checkpoints do without it
 
-        return DequantizedTensors(region, self.quantization, self.unquantized_dtype)
+        return DequantizedTensors(region, self.quantization, self.unquantized_dtype, self._divide)
 
     @property
     def unquantized_dtype(self) -> torch.dtype:

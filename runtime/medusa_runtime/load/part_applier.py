@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.gate import Gate, unit_gates
@@ -34,10 +35,11 @@ class PartApplier(Applier):
         *,
         dtype: torch.dtype | None,
         quantization: Quantization | None = None,
+        divide: Divide | None = None,
         rest: bool = False,
         room_for_all: bool = False,
     ) -> None:
-        super().__init__(module, dtype=dtype, quantization=quantization)
+        super().__init__(module, dtype=dtype, quantization=quantization, divide=divide)
         self._needed = needed
         self._is_rest = rest
         self._room_for_all = room_for_all

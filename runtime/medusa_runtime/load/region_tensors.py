@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from medusa_runtime.checkpoint.divided import Divide, DividedIndex
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.views import Views
 from medusa_runtime.region.file_range import FileRange
@@ -13,15 +14,29 @@ from medusa_runtime.region.reader import Region
 
 
 class RegionTensors:
-    """The tensors of a region, unchanged. ``DequantizedTensors`` makes one weight of several stored tensors."""
+    """The tensors of a region. ``DequantizedTensors`` makes one weight of several stored tensors.
 
-    def __init__(self, region: Region) -> None:
+    With ``divide``, parts of a tensor take its place (``DividedIndex``). Each is then waited for and fetched by itself.
+    """
+
+    def __init__(self, region: Region, divide: Divide | None = None) -> None:
         self.region = region
+        self._divide = divide
+        self._divided: WeightIndex | None = None
         self._views: Views | None = None
 
     def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
         """Wait for the index of these tensors and return it, like ``Region.wait_index``."""
-        return self.region.wait_index(timeout_s)
+        return self._stored_index(timeout_s)
+
+    def _stored_index(self, timeout_s: float | None = None) -> WeightIndex:
+        if self._divide is None:
+            return self.region.wait_index(timeout_s)
+        if self._divided is None:
+            found = DividedIndex(self.region.wait_index(timeout_s), self._divide)
+            self.region.name_parts(found.parts)
+            self._divided = found
+        return self._divided
 
     def has(self, name: str) -> bool:
         """Return whether all bytes of a tensor are there, without waiting."""
@@ -55,7 +70,7 @@ class RegionTensors:
         """
         if self._views is None:
             self._views = Views(self.region)
-        return self._views.tensor(name, self.region.wait_index().tensors[name])
+        return self._views.tensor(name, self._stored_index().tensors[name])
 
     def file_range(self, name: str) -> FileRange | None:
         """Return where a tensor's bytes are in a file; None if it is made of others."""

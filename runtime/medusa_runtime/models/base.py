@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
@@ -128,6 +129,7 @@ class DecoderModel(nn.Module):
     # The modules that ``embed`` uses. All other modules except ``layers`` belong to ``logits``. A family without
     # them cannot be split over several workers.
     embedding_modules: ClassVar[tuple[str, ...]] = ()
+    divide: Divide | None = None  # a method of families that take tensors in parts; see ``RegionTensors``
     config: ModelConfig
     layers: nn.ModuleList
 
@@ -168,4 +170,4 @@ class DecoderModel(nn.Module):
 
     def applier(self, dtype: torch.dtype) -> Applier:
         """Return the applier that fills the model from a region, with floats of ``dtype``."""
-        return Applier(self, dtype=dtype, quantization=self.config.quantization)
+        return Applier(self, dtype=dtype, quantization=self.config.quantization, divide=self.divide)

@@ -19,6 +19,8 @@ from medusa_runtime.models.programs import Programs
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
+    norm_once: ClassVar[bool] = False  # whether norms round only their results
+
     intermediate_size: int
     norm_eps: float
     activation: str
@@ -50,6 +52,14 @@ class LlamaConfig(ModelConfig):
 
     def construct(self) -> Llama:
         return Llama(self)
+
+    def norm(self) -> RMSNorm:
+        """Construct a norm of hidden states."""
+        return RMSNorm(self.hidden_size, self.norm_eps, once=self.norm_once)
+
+    def attention(self, index: int) -> SelfAttention:
+        """Construct the attention of a layer."""
+        return SelfAttention(self, index)
 
     def mlp(self, index: int) -> nn.Module:
         """Construct what comes behind the attention in a layer."""
@@ -104,8 +114,11 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation(q, k)
-        out = attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)
+        out = self.attend(attention, q, k, v)
         return cast(Tensor, self.o_proj(out.reshape(hidden.shape[0], -1), hidden))
+
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)
 
 
 class GatedMLP(nn.Module):
@@ -132,9 +145,9 @@ class LlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig, index: int, programs: Programs | None = None) -> None:
         super().__init__()
         self.programs = programs or Programs()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = SelfAttention(config, index)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = config.norm()
+        self.self_attn = config.attention(index)
+        self.post_attention_layernorm = config.norm()
         self.mlp = config.mlp(index)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
@@ -156,7 +169,7 @@ class Llama(DecoderModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         programs = Programs()
         self.layers = nn.ModuleList(LlamaLayer(config, index, programs) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = config.norm()
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

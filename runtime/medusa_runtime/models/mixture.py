@@ -66,24 +66,22 @@ class MixtureConfig(LlamaConfig):
         return Experts(self) if self.sparse[index] else super().mlp(index)
 
 
-class Experts(nn.Module):
+class Routed(nn.Module):
     """Perceptrons of which each token uses a few (Shazeer et al., 2017; Fedus et al., 2022)."""
 
-    def __init__(self, config: MixtureConfig) -> None:
+    experts: nn.ModuleList
+
+    def __init__(self, chosen: int) -> None:
         super().__init__()
-        self.chosen = config.chosen
-        self.normalized = config.normalized
-        self.rounds = config.architecture != "MixtralForCausalLM"  # probabilities to the dtype of the hidden states
-        self.gate = Linear(config.hidden_size, config.experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(config, config.expert_size) for _ in range(config.experts))
-        self.has_shared = config.shared_size > 0
-        if self.has_shared:
-            self.shared_expert = GatedMLP(config, config.shared_size)
-            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+        self.chosen = chosen
 
     def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
         """Return ``hidden`` plus the experts' output for ``normed`` [tokens, hidden]."""
-        shares, chosen = self._route(normed)
+        return hidden + self.combined(normed)
+
+    def combined(self, normed: Tensor) -> Tensor:
+        """Return the sum of the outputs of each token's experts, each as far as it counts."""
+        shares, chosen = self.route(normed)
         out = torch.zeros_like(normed)
         order = chosen.flatten().argsort(stable=True)  # the pairs of a token and an expert, expert by expert
         rows, weights = order // self.chosen, shares.flatten()[order].unsqueeze(-1)
@@ -95,12 +93,34 @@ class Experts(nn.Module):
                 part = expert(normed[rows[pairs]]) * weights[pairs]
                 out.index_add_(0, rows[pairs], part.to(out.dtype))
                 begin += count
+        return out
+
+    def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token [tokens, chosen], and before them how much each counts."""
+        raise NotImplementedError
+
+
+class Experts(Routed):
+    """The experts of a layer, and perhaps one for all tokens."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config.chosen)
+        self.normalized = config.normalized
+        self.rounds = config.architecture != "MixtralForCausalLM"  # probabilities to the dtype of the hidden states
+        self.gate = Linear(config.hidden_size, config.experts, bias=False)
+        self.experts = nn.ModuleList(GatedMLP(config, config.expert_size) for _ in range(config.experts))
+        self.has_shared = config.shared_size > 0
+        if self.has_shared:
+            self.shared_expert = GatedMLP(config, config.shared_size)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def combined(self, normed: Tensor) -> Tensor:
+        out = super().combined(normed)
         if self.has_shared:
             out = out + F.sigmoid(self.shared_expert_gate(normed)) * self.shared_expert(normed)
-        return hidden + out
+        return out
 
-    def _route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token [tokens, chosen], and before them how much each counts."""
+    def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         probabilities = F.softmax(self.gate(normed), -1, dtype=torch.float32)
         shares, chosen = torch.topk(probabilities, self.chosen, -1)
         if self.normalized:
@@ -118,4 +138,4 @@ class Mixture(Llama):
         return ".".join(_MIXTRAL.get(part, part) for part in found.split("."))
 
 
-__all__ = ["Experts", "Mixture", "MixtureConfig"]
+__all__ = ["MOST_EXPERTS", "Experts", "Mixture", "MixtureConfig", "Routed"]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..checkpoint.index import MOST_SHARDS_BYTES, PAGE_BYTES, Shard, WeightIndex, read_shards
+from ..checkpoint.index import MOST_SHARDS_BYTES, PAGE_BYTES, Shard, TensorEntry, WeightIndex, read_shards
 from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
 from ..storage.local import file_version
 from .chunks import Chunks
@@ -88,6 +88,7 @@ class Region:
         self._memory: memoryview | None = None
         self._maps: list[mmap.mmap] = []
         self._index: WeightIndex | None = None
+        self._parts: dict[str, TensorEntry] = {}
         self._files: dict[str, tuple[int, ...]] = {}
         self._attached: dict[str, bytes] = {}
         self._shards: dict[int, memoryview] = {}
@@ -159,6 +160,17 @@ class Region:
                 return self._index
             self._check_writer(waiter)
             waiter.pause()
+
+    def name_parts(self, parts: Mapping[str, TensorEntry]) -> None:
+        """Let this reader ask for parts of tensors by names of their own, like for tensors."""
+        self._parts.update(parts)
+
+    def _entry(self, name: str) -> TensorEntry:
+        return self._parts.get(name) or self.wait_index().tensors[name]
+
+    def _chunks_of(self, name: str) -> range:
+        entry = self._entry(name)
+        return self._chunks.covering(entry.shard, entry.start, entry.stop)
 
     def shards(self) -> tuple[Shard, ...]:
         """Return the shards of the index, which must be there, without reading its tensors (see ``read_shards``)."""
@@ -246,7 +258,7 @@ class Region:
 
         Raises ObjectChangedError like ``shard``.
         """
-        number, start, *_ = self.wait_index().tensors[name]
+        number, start, *_ = self._entry(name)
         shard = self.wait_index().shards[number]
         if number not in self._open_files:
             self._open_files[number] = OpenFile(os.dup(self.fd)) if shard.path is None else self._open(number, shard)
@@ -283,7 +295,7 @@ class Region:
         """Wait for all bytes of a tensor. Raises like ``wait``, and WeightsError if they were released here."""
         self.wait_index(timeout_s)
         self._check_released(name)
-        self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
+        self._wait_chunks(self._chunks_of(name), timeout_s)
 
     def _wait_chunks(self, chunks: range, timeout_s: float | None) -> None:
         if self._present(chunks):
@@ -307,7 +319,7 @@ class Region:
         if not self._attach():
             return False
         self._check_released(name)
-        return self._present(self._chunks.of_tensor(name))
+        return self._present(self._chunks_of(name))
 
     def _present(self, chunks: range) -> bool:
         if not chunks:
@@ -338,13 +350,13 @@ class Region:
     def demand(self, names: Sequence[str]) -> None:
         """Ask for these tensors to be fetched before all others. Does not wait."""
         if names and self._attach():
-            missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
+            missing = [chunk for name in names for chunk in self._chunks_of(name)]
             demand(self.request_fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
 
     def hint(self, names: Sequence[str]) -> None:
         """Ask for these tensors to be fetched next, in this order, if no forward waits for others. Does not wait."""
         if self._attach():
-            wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
+            wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks_of(name))
             missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
             hint(self.request_fd, missing)
 
@@ -376,7 +388,7 @@ class Region:
         The bytes stay in the region, or in the page cache. A tensor with a view in this process (``viewed``) is left
         alone: in a private mapping, anything written through the view would be lost.
         """
-        shard, start, stop, *_ = self.wait_index().tensors[name]
+        shard, start, stop, *_ = self._entry(name)
         if name in self.viewed or stop - start < _UNMAPPED_BYTES:
             return
         address = address_of(self.shard(shard))

@@ -43,7 +43,7 @@ def batch(new_and_seen: list[tuple[int, int]], heads: int, kv_heads: int, head_d
     return Batch(q, pools[0], pools[1], tables, torch.tensor(sequences).int(), torch.tensor(contexts).int())
 
 
-def exact(b: Batch, scale: float, window: int | None) -> Tensor:
+def exact(b: Batch, scale: float, window: int | None, sinks: Tensor | None = None) -> Tensor:
     rows = []
     group = b.q.shape[1] // b.keys.shape[2]
     for q, sequence, context in zip(b.q.double(), b.sequences.tolist(), b.contexts.tolist(), strict=True):
@@ -52,13 +52,16 @@ def exact(b: Batch, scale: float, window: int | None) -> Tensor:
         key, value = (
             pool[blocks, slots % BLOCK_SIZE].double().repeat_interleave(group, 1) for pool in (b.keys, b.values)
         )
-        weights = torch.einsum("hd,phd->hp", q, key).mul(scale).softmax(-1)
+        scores = torch.einsum("hd,phd->hp", q, key).mul(scale)
+        weights = scores.softmax(-1)
+        if sinks is not None:
+            weights = torch.cat((scores, sinks.double().unsqueeze(1)), 1).softmax(-1)[:, :-1]
         rows.append(torch.einsum("hp,phd->hd", weights, value))
     return torch.stack(rows)
 
 
-def assert_close(found: Tensor, b: Batch, scale: float, window: int | None) -> None:
-    expected = exact(b, scale, window)
+def assert_close(found: Tensor, b: Batch, scale: float, window: int | None, sinks: Tensor | None = None) -> None:
+    expected = exact(b, scale, window, sinks)
     assert found.dtype is b.q.dtype
     assert found.shape == b.q.shape
     eps = torch.finfo(found.dtype).eps
@@ -81,6 +84,16 @@ CASES = {
 def test_compiled(compiled: native.NativeKernels, dtype: torch.dtype, case: str, window: int | None) -> None:
     b = batch(*CASES[case], dtype)
     assert_close(compiled.attention(*b, scale=0.17, window=window), b, 0.17, window)
+
+
+@pytest.mark.parametrize("case", ["decode", "mixed", "wide"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scores_of_a_position_without_a_value(compiled: native.NativeKernels, dtype: torch.dtype, case: str) -> None:
+    b = batch(*CASES[case], dtype)
+    sinks = (torch.arange(b.q.shape[1]) - 2.5).to(dtype)
+    sinks[-1] = -1e4
+    for window in (None, 24):
+        assert_close(compiled.attention(*b, scale=0.17, window=window, sinks=sinks), b, 0.17, window, sinks)
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from medusa_runtime.checkpoint.header import header_bytes, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
-from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.models import DecoderModel, model_config
 from medusa_runtime.models.layers.causal import CausalAttention
@@ -27,6 +26,8 @@ PROMPT = [5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29]
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 GATED = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2}
 MOE = GATED | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+GPT_OSS = GATED | {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}
 
 
 def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -68,6 +69,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": True}),
     "qwen3-moe-some-layers": ("Qwen3Moe", MOE | {"head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-full": (
+        "GptOss",
+        GPT_OSS | {"layer_types": ["full_attention"] * 3, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.1}
+        | scaled("linear", factor=2.5),
+    ),
     "opt": ("OPT", SHAPE | {"ffn_dim": 48, "max_position_embeddings": 64}),
     "opt-350m": (
         "OPT",
@@ -121,7 +128,7 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderMo
     writer.finish()
     config = model_config(json.loads((folder / "config.json").read_bytes()))
     model = config.model()
-    with Loader(region, Applier(model, dtype=dtype or config.dtype)) as loader:
+    with Loader(region, model.applier(dtype or config.dtype)) as loader:
         loader.wait()
     yield model
     region.close()

@@ -269,6 +269,7 @@ class TorchEngine:
             lambda name: self.layers.needs(self._model, name),
             dtype=self._dtype,
             quantization=self._model.config.quantization,
+            divide=self._model.divide,
             rest=rest,
             room_for_all=self._caches_all_layers,
         )

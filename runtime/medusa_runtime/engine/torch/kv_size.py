@@ -21,12 +21,12 @@ from ...timeline import Timeline
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
-def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype, applier: Applier) -> int:
+def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: torch.dtype, applier: Applier) -> int:
     """Return how many bytes can be allocated beside all weights of this region, once ``applier`` has loaded them.
 
-    All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
+    ``index`` is that of the applier's tensors. All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
     """
-    index, progress = model_index(region, config, dtype), region.progress()
+    progress = region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     # Local shards are mapped files. They are page cache, which counts as available memory, so all of it is subtracted.
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
@@ -36,16 +36,6 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - total - casts)
     return free
-
-
-def model_index(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIndex:
-    """Return the checkpoint's weight index, with quantized weights in the shapes that the model has for them."""
-    index = region.wait_index()
-    if config.quantization is None:
-        return index
-    from ...load.quantized.tensors import DequantizedIndex
-
-    return DequantizedIndex(index, config.quantization, dtype)
 
 
 def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int:
@@ -89,17 +79,17 @@ def kv_plan(
     model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on the
     GPU. ``previous_kv_tokens``: the size of the cache of the engine that this one replaces.
     """
-    sizes = geometry(KvShape.of(config, dtype, layers), config.max_positions)
+    sizes, index = geometry(KvShape.of(config, dtype, layers), config.max_positions), applier.tensors(region).wait_index()
     if previous_kv_tokens is not None and settings.kv_cache_mb is None:
         cache_bytes = previous_kv_tokens // BLOCK_TOKENS * sizes.block_bytes
         settings = replace(settings, kv_cache_mb=-(-cache_bytes >> 20))
     return plan_kv_cache(
         sizes,
         settings,
-        free_bytes=free_bytes(region, settings, config, dtype, applier)
+        free_bytes=free_bytes(region, index, settings, dtype, applier)
         if device_free_bytes is None
         else device_free_bytes,
-        activation_bytes=estimated_activation_bytes(region, config, settings, dtype),
+        activation_bytes=estimated_activation_bytes(index, config, settings, dtype),
         graph_bytes=graph_bytes(
             len(graph_sizes),
             rows=max(graph_sizes, default=0),
@@ -124,10 +114,12 @@ def previous_kv_tokens(timeline: Timeline) -> int | None:
     return planned[-1] if planned else None
 
 
-def estimated_activation_bytes(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
-    """Calculate how many bytes a forward may take beside weights and cache."""
+def estimated_activation_bytes(
+    index: WeightIndex, config: ModelConfig, settings: Settings, dtype: torch.dtype
+) -> int:
+    """Calculate how many bytes a forward may take beside weights and cache. ``index`` is that of the applied tensors."""
     return activation_bytes(
-        model_index(region, config, dtype),
+        index,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         item_bytes=dtype.itemsize,

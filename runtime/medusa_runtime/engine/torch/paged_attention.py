@@ -53,8 +53,8 @@ class PagedAttention:
         self.cache.write(layer, self.slots, k, v)
         keys, values = self.cache.layers[layer]
         places = (self.tables, self.rows, self.contexts)
-        if softcap is not None or sinks is not None:
+        if softcap is not None:
             return kernels.paged.attention(
                 q, keys, values, *places, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
-        return kernels.paged_attention(q, keys, values, *places, scale=scale, window=window)
+        return kernels.paged_attention(q, keys, values, *places, scale=scale, window=window, sinks=sinks)

@@ -11,7 +11,6 @@ from ...checkpoint.index import WeightIndex
 from ...config import Settings
 from ...load.loader import Loader
 from ...load.plan import Rename
-from ...load.quantized.tensors import DequantizedIndex
 from ...load.trace import record_execution_order
 from ...models import DecoderModel
 from ...models.backend import backend
@@ -58,7 +57,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     finally:
         loader.close()
     if measured is None:
-        measured = estimated_activation_bytes(region, config, settings, dtype)
+        measured = estimated_activation_bytes(loader.index, config, settings, dtype)
     shape = geometry(KvShape.of(config, dtype), config.max_positions)
     return Profile(order, plan_to_record(shape, settings, activation_bytes=measured))
 
@@ -93,7 +92,7 @@ def _named(used: list[str], rename: Rename, index: WeightIndex) -> list[str]:
     """Return the checkpoint's tensor names in the order of the ``used`` parameters; unused tensors come last."""
     rank = {name: number for number, name in enumerate(used)}
     order = sorted(index.order, key=lambda name: rank.get(rename(name) or "", len(rank)))
-    return index.parts(order) if isinstance(index, DequantizedIndex) else order
+    return index.stored_names(order)
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:

@@ -57,6 +57,7 @@ class Layout(NamedTuple):
     shape: checks all parts, and returns [out, in].
     codes: turns the parts' tensors into ``Codes``.
     is_transposed: whether the values are stored as [in, out].
+    keeps_scales: whether products read the scales as they are stored, and not a copy in float32.
     """
 
     marker: str
@@ -65,6 +66,7 @@ class Layout(NamedTuple):
     shape: Callable[[_Parts, Scheme], tuple[int, int]]
     codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes]
     is_transposed: bool = False
+    keeps_scales: bool = False
 
 
 class _Parts:
@@ -154,7 +156,7 @@ def is_unused(name: str) -> bool:
 
 def _marker(parts: Mapping[str, TensorEntry]) -> str | None:
     """Return the part that shows that these are a quantized weight; None if they are not."""
-    for marker in ("weight_packed", "qweight"):
+    for marker in ("weight_packed", "qweight", "blocks"):
         if marker in parts:
             return marker
     weight = parts.get("weight")
@@ -274,6 +276,20 @@ def _awq_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
     return Codes(tensors["qweight"], tensors["scales"], zeros, "interleaved", bits, transposed=True)
 
 
+def _mxfp4_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    octets = frozenset({"U8"})
+    blocks = parts.typed("blocks", octets)
+    if len(blocks) != 3 or not all(blocks) or scheme.group != 2 * blocks[2]:
+        raise parts.error("blocks", "rows, blocks and 16 bytes", list(blocks))
+    parts.shaped("scales", octets, blocks[:2])
+    return blocks[0], blocks[1] * scheme.group
+
+
+def _mxfp4_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
+    scales = tensors["scales"].view(torch.float8_e8m0fnu)
+    return Codes(tensors["blocks"].flatten(1), scales, packing="e2m1", bits=stored.scheme.bits)
+
+
 def _group_of(stored: QuantizedWeight, index: Tensor | None, part: str, groups: int) -> Tensor | None:
     """Return the group of each column, or None if the groups simply follow each other, which all -1 also means."""
     if index is None or bool((index == -1).all()):
@@ -306,6 +322,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes, True),
     "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes, True),
+    "mxfp4": Layout("blocks", ("blocks", "scales"), (), _mxfp4_shape, _mxfp4_codes, keeps_scales=True),
 }
 _PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
 

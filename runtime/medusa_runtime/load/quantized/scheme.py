@@ -11,8 +11,8 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, json_excerpt
 
 SUPPORTED = (
-    "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8 or "
-    "fbgemm_fp8"
+    "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8, "
+    "fbgemm_fp8 or mxfp4"
 )
 _OTHERS = "or --engine vllm"
 _STRATEGIES = ("tensor", "channel", "group", "block")
@@ -240,12 +240,17 @@ def _fp8(reader: _Reader) -> Quantization:
     return Quantization(str(reader.raw["quant_method"]), default=Scheme(layout="direct", bits=8, block=block))
 
 
+def _mxfp4(reader: _Reader) -> Quantization:
+    return Quantization("mxfp4", default=Scheme(layout="mxfp4", bits=4, group=32))
+
+
 METHODS: dict[str, Callable[[_Reader], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

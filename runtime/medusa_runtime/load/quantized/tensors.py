@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
 from medusa_runtime.load.quantized.layouts import LAYOUTS, QuantizedWeight, find_quantized, is_unused
 from medusa_runtime.load.quantized.scheme import Quantization
@@ -40,17 +41,21 @@ class DequantizedIndex(WeightIndex):
                 continue
             tensors.setdefault(name, entry)
             order[name] = None
+        self._stored_index = index
         super().__init__(index.shards, tensors, tuple(order), recorded=index.recorded)
+
+    def stored_names(self, names: Iterable[str]) -> list[str]:
+        return self._stored_index.stored_names(self.parts(names))
 
     def made_bytes(self, name: str, dtype: torch.dtype, *, keep_codes: bool) -> int:
         """Return how many bytes a quantized weight takes beside the region; see ``Codes.kept`` for ``keep_codes``."""
         stored = self.stored[name]
-        values = math.prod(stored.shape)
+        values, layout = math.prod(stored.shape), LAYOUTS[stored.scheme.layout]
         if not keep_codes or not stored.can_stay:
             return values * dtype.itemsize
         scales = values // (stored.scheme.group or stored.shape[1])
-        copied = values * stored.scheme.bits // 8 if LAYOUTS[stored.scheme.layout].is_transposed else 0
-        return copied + 2 * 4 * scales  # scales and zero points are copied as float32
+        copied = values * stored.scheme.bits // 8 if layout.is_transposed else 0
+        return copied if layout.keeps_scales else copied + 2 * 4 * scales  # with zero points, as float32
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's names of the tensors that make up these, in the same order."""
@@ -65,15 +70,17 @@ class DequantizedTensors(RegionTensors):
     can read.
     """
 
-    def __init__(self, region: Region, quantization: Quantization, dtype: torch.dtype) -> None:
-        super().__init__(region)
+    def __init__(
+        self, region: Region, quantization: Quantization, dtype: torch.dtype, divide: Divide | None = None
+    ) -> None:
+        super().__init__(region, divide)
         self._quantization, self._dtype = quantization, dtype
         self._index: DequantizedIndex | None = None
         self._viewed: set[str] = set()  # the quantized weights that are views of the region
 
     def wait_index(self, timeout_s: float | None = None) -> DequantizedIndex:
         if self._index is None:
-            self._index = DequantizedIndex(self.region.wait_index(timeout_s), self._quantization, self._dtype)
+            self._index = DequantizedIndex(self._stored_index(timeout_s), self._quantization, self._dtype)
         return self._index
 
     def has(self, name: str) -> bool:

@@ -9,12 +9,16 @@ from medusa_runtime.kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """A root-mean-square norm over the last dimension: [..., size] → [..., size]."""
+    """A root-mean-square norm over the last dimension: [..., size] → [..., size].
 
-    def __init__(self, size: int, eps: float) -> None:
+    With ``once``, only the result is rounded, and not the factor that the weight is multiplied with.
+    """
+
+    def __init__(self, size: int, eps: float, *, once: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.once = once
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, once=self.once)
