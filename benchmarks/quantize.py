@@ -2,13 +2,14 @@
 
     python -m benchmarks.quantize --model out/llama-57m --format awq --out out/llama-57m-awq
 
-``--format`` is one of ``FORMATS``. ``--dequantized FOLDER`` also writes the floats that the integers stand for, as an
-ordinary checkpoint: the same model, unquantized.
+``--format`` is one of ``FORMATS``, or mxfp4 for the experts of a GPT-OSS. ``--dequantized FOLDER`` also writes the
+floats that the integers stand for, as an ordinary checkpoint: the same model, unquantized.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor
 _EPSILON = 1e-6
 _LINEAR = ("proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".query", ".key", ".value", ".query_key_value", ".dense")
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring columns is in each nibble of a word, lowest nibble first
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Options(NamedTuple):
@@ -46,9 +48,12 @@ class Quantized(NamedTuple):
 
 
 class Format(NamedTuple):
+    """A format. ``takes`` returns whether it is for a tensor with this name and so many dimensions."""
+
     quantize: Callable[[Tensor, Options], Quantized]
     config: Callable[[Options], dict[str, Any]]
     options: Options = Options()
+    takes: Callable[[str, int], bool] = lambda name, dimensions: dimensions == 2 and _is_linear(name)
 
 
 def _codes(blocks: Tensor, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,6 +163,38 @@ def _fp8_blocks(weight: Tensor, options: Options) -> Quantized:
     return Quantized({"weight": whole, "weight_scale_inv": scale}, whole.float() * each)
 
 
+def mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize blocks [..., 32] to E2M1. Return bytes [..., 16] and exponents [...].
+
+    The first value of two is in the lower nibble. As in Open Compute's specification, a scale is the power of two of
+    the largest value over that of the largest E2M1.
+    """
+    largest = blocks.float().abs().amax(-1)
+    exponent = (torch.frexp(largest).exponent - 1 - 2 + 127).clamp(0, 254)
+    scaled = blocks.float() / torch.exp2(exponent.float() - 127).unsqueeze(-1)
+    middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_E2M1)])
+    nibbles = torch.bucketize(scaled.abs(), middles) + 8 * (scaled < 0)
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(torch.uint8), exponent.to(torch.uint8)
+
+
+def _experts(weight: Tensor, options: Options) -> Quantized:
+    """Quantize the weights of all experts of GPT-OSS [experts, in, out]."""
+    stored, exponents = mxfp4(weight.transpose(1, 2).contiguous().unflatten(-1, (-1, options.group)))
+    signed = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    values = torch.stack((signed[(stored & 15).int()], signed[(stored >> 4).int()]), -1).flatten(-2)
+    floats = values * torch.exp2(exponents.float() - 127).unsqueeze(-1)
+    return Quantized({"_blocks": stored, "_scales": exponents}, floats.flatten(2).transpose(1, 2).contiguous())
+
+
+def _is_of_experts(name: str, dimensions: int) -> bool:
+    return dimensions == 3 and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def _mxfp4_config(options: Options) -> dict[str, Any]:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
 def _compressed(form: str, kind: str = "int") -> Callable[[Options], dict[str, Any]]:
     def config(options: Options) -> dict[str, Any]:
         grouped = kind == "int" and options.group
@@ -229,6 +266,7 @@ FORMATS: dict[str, Format] = {
     "gptq-v2": Format(_gptq, _gptq_config, Options(bits=4, symmetric=False, v2=True)),
     "awq": Format(_awq, _awq_config, Options(bits=4, symmetric=False)),
 }
+EXPERT_FORMATS = {"mxfp4": Format(_experts, _mxfp4_config, takes=_is_of_experts)}  # for GPT-OSS
 
 
 def _is_linear(name: str) -> bool:
@@ -246,14 +284,14 @@ def quantize(
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    found = FORMATS[name]
+    found = (FORMATS | EXPERT_FORMATS)[name]
     options = options or found.options
     quantized: dict[str, Tensor] = {}
     floats: dict[str, Tensor] = {}
     with safe_open(str(source / "model.safetensors"), "pt") as file:
         for key in file.offset_keys():
             tensor = file.get_tensor(key)
-            if tensor.dim() == 2 and _is_linear(key):
+            if found.takes(key, tensor.dim()):
                 made = found.quantize(tensor, options)
                 stem = key.removesuffix("weight")
                 quantized |= {stem + suffix: part.contiguous() for suffix, part in made.tensors.items()}
@@ -278,12 +316,12 @@ def quantize(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with one safetensors file")
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--format", choices=FORMATS | EXPERT_FORMATS, required=True)
     parser.add_argument("--group", type=int, help="columns that share a scale; default: 32")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dequantized", type=Path)
     given = parser.parse_args()
-    options = FORMATS[given.format].options
+    options = (FORMATS | EXPERT_FORMATS)[given.format].options
     options = options if given.group is None else options._replace(group=given.group)
     quantize(given.model, given.out, given.format, dequantized=given.dequantized, options=options)
 

@@ -34,7 +34,7 @@ class DividedIndex(WeightIndex):
 
 
 def rows(entry: TensorEntry, names: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the parts [1, …] of a contiguous tensor along its first dimension, without that dimension, as ``names``."""
+    """Return the parts of a contiguous tensor along its first dimension, without that dimension, by these names."""
     count = entry.shape[0]
     size = (entry.stop - entry.start) // count
     return {

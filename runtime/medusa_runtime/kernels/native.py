@@ -77,8 +77,8 @@ class _Codes(ctypes.Structure):
 class StoredCodes:
     """A quantized matrix of ``shape`` as the kernels take it. codes.h explains the arguments.
 
-    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale in fp32 or E8M0, zero in fp32, and
-    ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs to the
+    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale in fp32 or E8M0, zero in fp32,
+    and ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs to the
     input's element ``order[i]``.
     """
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from medusa_runtime.checkpoint.divided import rows
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import MismatchError
-from medusa_runtime.models.base import Attention
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention
@@ -51,7 +50,8 @@ class GptOssConfig(LlamaConfig):
         defaults: dict[str, Any] = {"head_dim": 64, "rope_theta": _THETA, "attention_bias": True, "rms_norm_eps": 1e-5}
         if fields.get("rope_parameters", "rope_scaling") is None:
             defaults["rope_scaling"] = _ROPE
-        fields = Fields(defaults | {name: value for name, value in fields.raw.items() if value is not None}, fields.where)
+        given = {name: value for name, value in fields.raw.items() if value is not None}
+        fields = Fields(defaults | given, fields.where)
         llama = LlamaConfig.read(architecture, fields)
         experts = fields.count("num_local_experts", "num_experts", most=MOST_EXPERTS // llama.num_layers)
         chosen = fields.count("num_experts_per_tok", "experts_per_token", default=4)
@@ -91,8 +91,9 @@ class SinkAttention(SelfAttention):
         super().__init__(config, index)
         self.sinks = nn.Parameter(torch.empty(config.num_heads))
 
-    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.attend(self.index, q, k, v, scale=self.scale, window=self.window, sinks=self.sinks)
+    def attend(self, attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"scale": self.scale, "window": self.window, "sinks": self.sinks}  # only attention on CPUs has sinks
+        return cast(Tensor, attention.attend(self.index, q, k, v, **options))
 
 
 class GptOssExpert(nn.Module):

@@ -116,7 +116,8 @@ def test_the_plan_counts_the_memory_of_what_is_made(
             made += values // 2 if name in ("awq", "gptq-4-act-order") else 0
         stored = sum(shard.data_bytes for shard in index.shards)
         applier = config.model().applier(torch.float32)
-        assert free_bytes(region, limited, config, torch.float32, applier) == (1 << 20) - stored - made
+        free = free_bytes(region, applier.tensors(region).wait_index(), limited, torch.float32, applier)
+        assert free == (1 << 20) - stored - made
         assert sorted(profile(region, SETTINGS).order) == sorted(index.tensors)
     finally:
         region.close()
@@ -143,7 +144,8 @@ def test_the_plan_counts_what_becomes_floats(tmp_path: Path) -> None:
     read = read_config(region)
     model = read.model()
     applier = model.applier(torch.float32)
-    before = free_bytes(region, replace(SETTINGS, memory_limit_mb=64), read, torch.float32, applier)
+    limited = replace(SETTINGS, memory_limit_mb=64)
+    before = free_bytes(region, applier.tensors(region).wait_index(), limited, torch.float32, applier)
     with Loader(region, applier) as loader:
         loader.wait()
     experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
@@ -370,7 +372,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
     ("raw", "said"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "expected quant_method to be compressed-tensors.*awq"),
-        ({"quant_method": "mxfp4"}, "found 'mxfp4'"),
+        ({"quant_method": "nvfp4"}, "found 'nvfp4'"),
         ({"bits": 4}, "expected quant_method to be .* or --engine vllm, found nothing"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "expected bits to be 2 or 4 or 8 .*found 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "expected group_size to be a positive number"),

@@ -69,7 +69,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGptForCausalLM", PLAIN),
     "phimoe": ("PhimoeForCausalLM", GATED | {"num_local_experts": 4}),
     "arcee": ("ArceeForCausalLM", GATED),
-    "gpt-oss": ("GptOssForCausalLM", GATED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6}),
     "granitemoe": ("GraniteMoeForCausalLM", GATED | {"num_local_experts": 4}),
 }  # fmt: skip
 

@@ -72,8 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-full": (
         "GptOss",
-        GPT_OSS | {"layer_types": ["full_attention"] * 3, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.1}
-        | scaled("linear", factor=2.5),
+        GPT_OSS | {"layer_types": ["full_attention"] * 3, "attention_bias": False, "swiglu_limit": 0.5,
+                   "swiglu_alpha": 1.1} | scaled("linear", factor=2.5),
     ),
     "opt": ("OPT", SHAPE | {"ffn_dim": 48, "max_position_embeddings": 64}),
     "opt-350m": (

@@ -24,7 +24,8 @@ from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: torch.dtype, applier: Applier) -> int:
     """Return how many bytes can be allocated beside all weights of this region, once ``applier`` has loaded them.
 
-    ``index`` is that of the applier's tensors. All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
+    ``index`` is that of the applier's tensors. All weights count, even where ``--layers`` loads a part: the worker may
+    have to load the others later.
     """
     progress = region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
@@ -79,7 +80,10 @@ def kv_plan(
     model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on the
     GPU. ``previous_kv_tokens``: the size of the cache of the engine that this one replaces.
     """
-    sizes, index = geometry(KvShape.of(config, dtype, layers), config.max_positions), applier.tensors(region).wait_index()
+    sizes, index = (
+        geometry(KvShape.of(config, dtype, layers), config.max_positions),
+        applier.tensors(region).wait_index(),
+    )
     if previous_kv_tokens is not None and settings.kv_cache_mb is None:
         cache_bytes = previous_kv_tokens // BLOCK_TOKENS * sizes.block_bytes
         settings = replace(settings, kv_cache_mb=-(-cache_bytes >> 20))
@@ -114,10 +118,8 @@ def previous_kv_tokens(timeline: Timeline) -> int | None:
     return planned[-1] if planned else None
 
 
-def estimated_activation_bytes(
-    index: WeightIndex, config: ModelConfig, settings: Settings, dtype: torch.dtype
-) -> int:
-    """Calculate how many bytes a forward may take beside weights and cache. ``index`` is that of the applied tensors."""
+def estimated_activation_bytes(index: WeightIndex, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
+    """Calculate how many bytes a forward may take beside weights and cache. ``index`` lists the applied tensors."""
     return activation_bytes(
         index,
         hidden=config.hidden_size,

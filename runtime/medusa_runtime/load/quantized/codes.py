@@ -13,7 +13,14 @@ from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.quantized import unpack
 
 _CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
-_SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3, _E2M1 = 0, 1, 2, 3, 7, 8  # how the kernels read values: the enum in codes.h
+_SIGNED, _UNSIGNED, _TABLE, _NIBBLES, _E4M3, _E2M1 = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+)  # how the kernels read values: the enum in codes.h
 _PACKED = {
     ("across", 4): _NIBBLES, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6,
     ("e2m1", 4): _E2M1,

@@ -1,4 +1,4 @@
-"""Unpacking small numbers from 32-bit words or bytes. Words are little-endian, and the first integer is in the lowest bits."""
+"""Unpacking small numbers from 32-bit words or bytes. Words are little-endian, the first number in the lowest bits."""
 
 from __future__ import annotations
 
