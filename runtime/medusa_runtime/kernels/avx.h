@@ -29,6 +29,7 @@ typedef __m512i vi;
 #define WIDEN_SIGNED(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDEN_UNSIGNED(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define ALL_IF_EQUAL(a, b) _mm512_maskz_set1_epi32(_mm512_cmpeq_epi32_mask(a, b), -1)
+#define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))))
 /* LANES nibbles, with others above them. */
 INLINE vi nibbles(const void *p)
 {
@@ -52,7 +53,7 @@ INLINE vi nibbles_16(const void *p)
     return _mm512_srlv_epi16(_mm512_permutexvar_epi16(of_each, words), _mm512_set1_epi64(0x000c000800040000));
 }
 /* The same as PICK, 32 elements of bf16. Five bits of each place count, so a table has its 16 elements twice. */
-#define BF16_TABLE(v) _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(v))
+#define BF16_TABLE(v) TO_BF16(v, v)
 #define PICK_BF16(table, places) _mm512_permutexvar_epi16(places, table)
 #endif
 #else
@@ -94,8 +95,9 @@ INLINE vi nibbles(const void *p)
     return _mm256_srlv_epi32(_mm256_set1_epi32(word), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
 }
 
-/* The rest is for pointwise.c and dequantize.c, which are already as fast as memory with these vectors. */
 #define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))))
+
+/* The rest is for pointwise.c and dequantize.c, which are already as fast as memory with these vectors. */
 #define NARROW_HALF(v) _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)
 #define STORE_HALF(p, v) _mm_storeu_si128((__m128i *)(p), NARROW_HALF(v))
 #define ROUND_TO_HALF(v) _mm256_cvtph_ps(NARROW_HALF(v))

@@ -9,17 +9,19 @@ enum packing { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3
 /* What medusa_dequantize makes of transposed codes beside floats (dtype.h): their integers, [columns, rows]. */
 enum { AS_NIBBLES = 3, AS_BYTES = 4 };
 
+/* A dtype of scales beside floats (dtype.h): bytes that are powers of two. */
+enum { E8M0 = 3 };
+
 #define DECODED 2048L /* the most values of a row that are decoded at a time */
 
 /* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. */
 struct codes {
     const void *values;
-    const void *scale; /* floats, or with `exponents` bytes of E8M0: powers of two */
-    const float *zero; /* may be null; with one_zero it is a single number for all */
+    const void *scale, *zero;  /* zero may be null; with one_zero it is a single number for all */
     const int64_t *group_of;   /* the scale's column (transposed: row) for each stored column (row); may be null */
     const float *table;        /* the float that each of the 256 bytes stands for */
     const int64_t *order;      /* for AS_NIBBLES and AS_BYTES: the stored row that each result's column is; may be null */
     void *out;                 /* [rows, columns], or [columns, rows] if transposed */
     long rows, columns, high, wide, scale_columns;
-    int one_zero, packing, transposed, dtype, exponents;
+    int one_zero, packing, transposed, dtype, scale_dtype, zero_dtype;
 };

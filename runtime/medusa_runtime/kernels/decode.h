@@ -8,15 +8,49 @@
 /* The bits of a value, in packings in which the values of a row follow each other. */
 #define BITS(packing) ((packing) == NIBBLES || (packing) == E2M1 ? 4 : 8)
 
-INLINE float scale_at(const struct codes *codes, long at)
+/* A number of a group: its scale or its zero. */
+INLINE float number_at(const void *numbers, long at, int dtype)
 {
-    if (!codes->exponents)
-        return ((const float *)codes->scale)[at];
-    const uint32_t exponent = ((const uint8_t *)codes->scale)[at];
+    if (dtype == DTYPE_FP32)
+        return ((const float *)numbers)[at];
+    if (dtype != E8M0)
+        return widened(((const uint16_t *)numbers)[at], dtype);
+    const uint32_t exponent = ((const uint8_t *)numbers)[at];
     const uint32_t bits = exponent == 255 ? 0x7fc00000u : exponent ? exponent << 23 : 0x00400000u;
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+/* The numbers of a row's groups, of those that DECODED values may belong to in whole steps. */
+struct numbers {
+    float scale[DECODED / STEP + LANES], zero[DECODED / STEP + LANES];
+};
+
+INLINE void widen_numbers(const void *numbers, long at, long count, int dtype, float *to)
+{
+    long i = 0;
+    if (dtype == DTYPE_BF16)
+        for (; i + LANES <= count; i += LANES)
+            STORE(to + i, WIDEN_BF16((const uint16_t *)numbers + at + i));
+    else if (dtype == DTYPE_FP16)
+        for (; i + LANES <= count; i += LANES)
+            STORE(to + i, WIDEN_HALF((const uint16_t *)numbers + at + i));
+    for (; i < count; i++)
+        to[i] = number_at(numbers, at + i, dtype);
+}
+
+/* Read the numbers of the groups [first, first + count) of a row. line is where the scales of the row begin. */
+static __attribute__((noinline)) void read_numbers(const struct codes *codes, long line, long first, long count, float *scale, float *zero)
+{
+    widen_numbers(codes->scale, line + first, count, codes->scale_dtype, scale);
+    if (codes->zero && !codes->one_zero) {
+        widen_numbers(codes->zero, line + first, count, codes->zero_dtype, zero);
+        return;
+    }
+    const float one = codes->zero ? number_at(codes->zero, 0, codes->zero_dtype) : 0.0f;
+    for (long i = 0; i < count; i++)
+        zero[i] = one;
 }
 
 static const float e2m1_values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -77,25 +111,25 @@ static void decode(const struct codes *codes, long row, long begin, long count, 
 static void scale_values(const struct codes *codes, long row, long begin, long count, float *restrict values)
 {
     const long line = (codes->transposed && codes->group_of ? codes->group_of[row] : row / codes->high) * codes->scale_columns;
-    const float *zeros = codes->zero + (codes->zero && !codes->one_zero ? line : 0);
+    const long wide = codes->wide, first = begin / wide;
+    float scale[DECODED], zero[DECODED];
     if (codes->group_of && !codes->transposed) {
         for (long i = 0; i < count; i++) {
-            const long group = codes->group_of[begin + i];
-            const float zero = !codes->zero ? 0.0f : codes->one_zero ? zeros[0] : zeros[group];
-            values[i] = (values[i] - zero) * scale_at(codes, line + group);
+            read_numbers(codes, line, codes->group_of[begin + i], 1, scale, zero);
+            values[i] = (values[i] - zero[0]) * scale[0];
         }
-    } else if (codes->wide == 1 && codes->zero && !codes->one_zero) {
-        for (long i = 0; i < count; i++)
-            values[i] = (values[i] - zeros[begin + i]) * scale_at(codes, line + begin + i);
-    } else {
-        for (long i = 0; i < count;) {
-            const long group = (begin + i) / codes->wide, end = at_most((group + 1) * codes->wide - begin, count);
-            const float zero = !codes->zero ? 0.0f : codes->one_zero ? zeros[0] : zeros[group];
-            const float factor = scale_at(codes, line + group);
-            for (; i < end; i++)
-                values[i] = (values[i] - zero) * factor;
-        }
+        return;
     }
+    read_numbers(codes, line, first, (begin + count - 1) / wide - first + 1, scale, zero);
+    if (wide == 1)
+        for (long i = 0; i < count; i++)
+            values[i] = (values[i] - zero[i]) * scale[i];
+    else
+        for (long i = 0, group = 0; i < count; group++) {
+            const long end = at_most((first + group + 1) * wide - begin, count);
+            for (; i < end; i++)
+                values[i] = (values[i] - zero[group]) * scale[group];
+        }
 }
 
 /* LANES values of a row from its place `at` on, for packings in which the values of a row follow each other. */
@@ -124,11 +158,9 @@ struct group {
     vi narrow_table;        /* the same in bf16, where PICK_BF16 is */
 };
 
-/* A group of a row. line is where the scales of the row begin. */
-INLINE struct group group_at(const struct codes *codes, long line, long number, const int packing)
+INLINE struct group group_of(float scale, float zero, const int packing)
 {
-    struct group found = {.zero = SPLAT(!codes->zero ? 0.0f : codes->zero[codes->one_zero ? 0 : line + number]),
-                          .factor = SPLAT(scale_at(codes, line + number))};
+    struct group found = {.zero = SPLAT(zero), .factor = SPLAT(scale)};
 #ifdef PICK
     if (packing == NIBBLES)
         found.table = MUL(SUB(COUNTED(), found.zero), found.factor);
@@ -201,13 +233,16 @@ INLINE long line_of(const struct codes *codes, long row) { return row / codes->h
 INLINE void decode_row(const struct codes *codes, long row, long begin, long count, void *restrict out, const int dtype)
 {
     long done = 0;
-    if (has_steps(codes)) {
+    if (has_steps(codes) && count >= STEP) {
         const uint8_t *values = row_of(codes, row);
-        const long line = line_of(codes, row);
-        for (long number = begin / codes->wide, run; count - done >= STEP; number++, done += run) {
+        const long first = begin / codes->wide;
+        struct numbers numbers;
+        read_numbers(codes, line_of(codes, row), first, (begin + count - 1) / codes->wide - first + 1, numbers.scale,
+                     numbers.zero);
+        for (long number = 0, run; count - done >= STEP; number++, done += run) {
             const long at = begin + done;
-            run = at_most((number + 1) * codes->wide - at, (count - done) / STEP * STEP);
-            const struct group group = group_at(codes, line, number, codes->packing);
+            run = at_most((first + number + 1) * codes->wide - at, (count - done) / STEP * STEP);
+            const struct group group = group_of(numbers.scale[number], numbers.zero[number], codes->packing);
             switch (codes->packing) {
             case SIGNED: decode_group(&group, values, at, run, out, done, SIGNED, dtype); break;
             case UNSIGNED: decode_group(&group, values, at, run, out, done, UNSIGNED, dtype); break;

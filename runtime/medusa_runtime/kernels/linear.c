@@ -10,17 +10,21 @@
 #include "parallel.h"
 
 #define ROW_BLOCK 256L             /* rows of x that are packed at a time: limits the scratch memory */
+#define MOST_RANGES 64
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_PACK (1L << 16)     /* the same for packing x, in elements */
 
 struct run {
     const struct linear_variant *variant;
     const struct linear_part *parts;
-    long count, item; /* parts, and bytes of an element */
+    long item; /* bytes of an element */
     struct linear_job job; /* of the first part */
     float *sums;           /* of each thread, thread_floats apart: see linear.h */
     long thread_floats;
-    atomic_long next_task;
+    atomic_long next_tile; /* of x, to be packed */
+    long blocks;
+    int ranges;                    /* of blocks: one for each thread */
+    atomic_long next[MOST_RANGES]; /* block of each range */
 };
 
 static void pack_tiles(void *argument, int thread)
@@ -28,41 +32,41 @@ static void pack_tiles(void *argument, int thread)
     (void)thread;
     struct run *run = argument;
     const long count = run->variant->tiles(run->job.rows);
-    for (long tile; (tile = atomic_fetch_add(&run->next_task, 1)) < count;)
+    for (long tile; (tile = atomic_fetch_add(&run->next_tile, 1)) < count;)
         run->variant->pack(&run->job, tile);
 }
 
 static long blocks_of(const struct linear_part *part, long block_cols) { return (part->cols + block_cols - 1) / block_cols; }
 
+static void multiply_block(const struct run *run, long block, float *sums)
+{
+    struct linear_job job = run->job;
+    const struct linear_part *part = run->parts;
+    for (; block >= blocks_of(part, job.block_cols); part++) {
+        block -= blocks_of(part, job.block_cols);
+        job.out = (char *)job.out + part->cols * run->item;
+    }
+    job.weight = part->weight;
+    job.codes = part->codes;
+    job.bias = part->bias;
+    job.cols = part->cols;
+    job.weight_stride = part->weight_stride;
+    const long col = block * job.block_cols;
+    run->variant->block(&job, sums, col, at_most(job.cols - col, job.block_cols));
+}
+
+/* A thread has blocks one after the other, so that what it prefetches is its own next. One that has no more takes those of
+ * others, who may be held up. */
 static void multiply_blocks(void *argument, int thread)
 {
     struct run *run = argument;
-    struct linear_job job = run->job;
-    const struct linear_part *part = run->parts, *end = part + run->count;
     float *sums = run->sums + thread * run->thread_floats;
-    long begin = 0; /* the first task of the part */
-    for (;;) {
-        const long task = atomic_fetch_add(&run->next_task, 1);
-        while (task - begin >= blocks_of(part, job.block_cols)) {
-            begin += blocks_of(part, job.block_cols);
-            job.out = (char *)job.out + part->cols * run->item;
-            if (++part == end)
-                return;
-        }
-        job.weight = part->weight;
-        job.codes = part->codes;
-        job.bias = part->bias;
-        job.cols = part->cols;
-        job.weight_stride = part->weight_stride;
-        const long col = (task - begin) * job.block_cols;
-        run->variant->block(&job, sums, col, at_most(job.cols - col, job.block_cols));
+    for (int i = 0; i < run->ranges; i++) {
+        const int range = (thread + i) % run->ranges;
+        const long end = run->blocks * (range + 1) / run->ranges;
+        for (long block; atomic_load(&run->next[range]) < end && (block = atomic_fetch_add(&run->next[range], 1)) < end;)
+            multiply_block(run, block, sums);
     }
-}
-
-static void spread(work_fn work, struct run *run, int threads)
-{
-    run->next_task = 0;
-    medusa_spread(work, run, threads);
 }
 
 /* Scratch memory is kept between calls, because fresh pages would cost a fault each. A concurrent call gets memory of its own. */
@@ -106,12 +110,11 @@ static void give_scratch(float *memory, int is_kept)
 
 static const struct linear_variant *variant_for(int dtype)
 {
+    const int has_dots = medusa_has_bf16_dots && dtype == DTYPE_BF16;
 #ifdef __aarch64__
-    return &(medusa_has_bf16_dots ? linear_neon_bf16 : linear_neon)[dtype];
+    return has_dots ? &linear_neon_bf16 : &linear_neon[dtype];
 #else
-    return &(medusa_has_bf16_dots             ? linear_avx512_bf16
-             : medusa_instruction_set == 512 ? linear_avx512
-                                             : linear_avx2)[dtype];
+    return has_dots ? &linear_avx512_bf16 : medusa_instruction_set == 512 ? &linear_avx512[dtype] : &linear_avx2[dtype];
 #endif
 }
 
@@ -130,6 +133,9 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     const long most = parts->codes ? MOST_CODED_COLS : MOST_BLOCK_COLS;
     long block = at_most(most, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
+    long blocks = 0;
+    for (long i = 0; i < count; i++)
+        blocks += blocks_of(parts + i, block);
     const long block_rows = at_most(rows, ROW_BLOCK);
     const long thread_floats = whole_lines(block_rows * block) + (parts->codes ? block * DECODED : 0);
     const size_t floats = (size_t)(whole_lines(block_rows * padded) + wanted * thread_floats);
@@ -141,15 +147,18 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     }
     for (long row = 0; row < rows; row += ROW_BLOCK) {
         const long height = at_most(rows - row, ROW_BLOCK);
-        struct run run = {.variant = variant, .parts = parts, .count = count, .item = item,
+        struct run run = {.variant = variant, .parts = parts, .item = item, .blocks = blocks,
+                          .ranges = (int)at_most(wanted, MOST_RANGES),
                           .sums = memory + whole_lines(block_rows * padded), .thread_floats = thread_floats,
                           .job = {.x = x + row * x_stride * item,
                                   .residual = residual ? residual + row * residual_stride * item : NULL,
                                   .out = out + row * cols * item, .x_stride = x_stride, .residual_stride = residual_stride,
                                   .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
                                   .block_cols = block, .packed = memory, .codes = parts->codes}};
-        spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);
-        spread(multiply_blocks, &run, wanted);
+        for (int range = 0; range < run.ranges; range++)
+            run.next[range] = blocks * range / run.ranges;
+        medusa_spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);
+        medusa_spread(multiply_blocks, &run, wanted);
     }
     give_scratch(memory, is_kept);
     return 0;

@@ -40,5 +40,5 @@ struct linear_variant {
     void (*block)(const struct linear_job *, float *sums, long col, long cols);
 };
 
-/* Indexed by dtype. */
-extern const struct linear_variant linear_avx2[3], linear_avx512[3], linear_avx512_bf16[3], linear_neon[3], linear_neon_bf16[3];
+extern const struct linear_variant linear_avx2[3], linear_avx512[3], linear_neon[3]; /* indexed by dtype */
+extern const struct linear_variant linear_avx512_bf16, linear_neon_bf16;             /* for bf16 */

@@ -37,6 +37,7 @@
 #define FEW_ROWS MAX_ROWS
 #endif
 
+#define LINE 64L /* bytes of a line of the cache */
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
 #define FEW_BYTES 16384L  /* of x in a tile of more than MAX_ROWS rows, which is read again for each of its few weight rows */
 
@@ -263,136 +264,145 @@ INLINE void multiply(const struct linear_job *job, float *sums, long col, long c
     }
 }
 
-/* The same as tile for a piece of depth, from `begin` on, of quantized weight rows, `row` and those behind it. They are decoded in
+/* The dtype that quantized weights are decoded to. */
+#ifdef DOT_BF16
+#define DECODED_DTYPE DTYPE_BF16
+#else
+#define DECODED_DTYPE DTYPE_FP32
+#endif
+
+/* The same as tile for a piece of depth, from `begin` on, of TILE_COLS quantized weight rows from `row` on. They are decoded in
  * registers. */
 INLINE void coded_tile(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
-                       long sums_stride, const int dtype, const int packing, const int rows, const int cols)
+                       long sums_stride, const int packing, const int rows)
 {
     vf acc[MAX_ROWS][TILE_COLS];
-    const uint8_t *values[TILE_COLS];
-    long line[TILE_COLS];
-    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8;
-    const long ahead = (1 + AHEAD / (cols * row_bytes)) * cols * row_bytes, scale_bytes = codes->exponents ? 1 : 4;
-    for (int c = 0; c < cols; c++) {
-        values[c] = row_of(codes, row + c);
-        line[c] = line_of(codes, row + c);
+    struct numbers numbers[TILE_COLS];
+    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8, wide = codes->wide, first = begin / wide;
+    const long ahead = (1 + AHEAD / (TILE_COLS * row_bytes)) * TILE_COLS * row_bytes;
+    const uint8_t *values = row_of(codes, row) + begin * bits / 8;
+#pragma GCC unroll 8
+    for (int c = 0; c < TILE_COLS; c++) {
+        read_numbers(codes, line_of(codes, row + c), first, (begin + depth - 1) / wide - first + 1, numbers[c].scale,
+                     numbers[c].zero);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
             acc[r][c] = ZERO();
     }
-    for (long k = 0, number = begin / codes->wide, run; k < depth; number++, k += run) {
-        run = at_most((number + 1) * codes->wide - begin - k, depth - k);
+    long end = (first + 1) * wide - begin;
+    for (long k = 0, number = 0; k < depth; number++, end += wide) {
+        const long stop = at_most(end, depth);
         struct group groups[TILE_COLS];
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++) {
-            PREFETCH((const char *)codes->scale + (line[c] + number + cols * codes->scale_columns) * scale_bytes, NEAR);
-            groups[c] = group_at(codes, line[c], number, packing);
-        }
-        for (long i = k; i < k + run; i += STEP) {
-            const char *here = x + i * rows * packed_size(dtype);
+        for (int c = 0; c < TILE_COLS; c++)
+            groups[c] = group_of(numbers[c].scale[number], numbers[c].zero[number], packing);
+        for (; k < stop; k += STEP) {
+            const char *here = x + k * rows * packed_size(DECODED_DTYPE);
+            if (k * bits / 8 % LINE == 0)
 #pragma GCC unroll 8
-            for (int c = 0; c < cols; c++) /* the weights of the next tiles: see tile */
-                PREFETCH(values[c] + (begin + i) * bits / 8 + ahead, NEAR);
+                for (int c = 0; c < TILE_COLS; c++) /* the weights of the next tiles: see tile */
+                    PREFETCH(values + c * row_bytes + k * bits / 8 + ahead, NEAR);
 #ifdef DOT_BF16
-            if (dtype == DTYPE_BF16) {
 #pragma GCC unroll 8
-                for (int c = 0; c < cols; c++) {
-                    const vi weights = bf16_at(&groups[c], values[c], begin + i, packing);
+            for (int c = 0; c < TILE_COLS; c++) {
+                const vi weights = bf16_at(&groups[c], values + c * row_bytes, k, packing);
 #pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++)
-                        acc[r][c] = DOT_BF16(acc[r][c], weights, LOAD_INT(here + r * STEP * 2));
-                }
-                continue;
+                for (int r = 0; r < rows; r++)
+                    acc[r][c] = DOT_BF16(acc[r][c], weights, LOAD_INT(here + r * STEP * 2));
             }
-#endif
+#else
 #pragma GCC unroll 8
-            for (int c = 0; c < cols; c++)
+            for (int c = 0; c < TILE_COLS; c++)
 #pragma GCC unroll 2
                 for (int half = 0; half < STEP; half += LANES) {
-                    const vf weights = floats_at(&groups[c], values[c], begin + i + half, packing);
+                    const vf weights = floats_at(&groups[c], values + c * row_bytes, k + half, packing);
 #pragma GCC unroll 8
                     for (int r = 0; r < rows; r++)
                         acc[r][c] = FMA(weights, LOAD((const float *)here + r * STEP + half), acc[r][c]);
                 }
+#endif
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < cols; c++)
+        for (int c = 0; c < TILE_COLS; c++)
             sums[r * sums_stride + c] += SUM(acc[r][c]);
 }
 
-#define CODED_CASE(rows)                                                                                                           case rows:                                                                                                                         for (; c + TILE_COLS <= cols; c += TILE_COLS)                                                                                      coded_tile(codes, x, row + c, begin, depth, sums + c, sums_stride, dtype, packing, rows, TILE_COLS);                       for (; c < cols; c++)                                                                                                              coded_tile(codes, x, row + c, begin, depth, sums + c, sums_stride, dtype, packing, rows, 1);                               break;
+/* Functions of their own, so that each has all registers. */
+typedef void (*coded_fn)(const struct codes *, const char *x, long row, long begin, long depth, float *sums, long sums_stride);
 
-INLINE void coded_tiles(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
-                        long sums_stride, const int dtype, const int packing, long rows, long cols)
-{
-    long c = 0;
-    switch (rows) {
-        CODED_CASE(1)
-        CODED_CASE(2)
-        CODED_CASE(3)
-        CODED_CASE(4)
-#if MAX_ROWS > 4
-        CODED_CASE(5)
-#endif
-#if MAX_ROWS > 5
-        CODED_CASE(6)
-#endif
-#if MAX_ROWS > 6
-        CODED_CASE(7)
-        CODED_CASE(8)
-#endif
+#define CODED(packing, rows)                                                                                                   \
+    static __attribute__((noinline)) void coded_##packing##_##rows(const struct codes *codes, const char *x, long row,         \
+                                                                   long begin, long depth, float *sums, long sums_stride)      \
+    {                                                                                                                          \
+        coded_tile(codes, x, row, begin, depth, sums, sums_stride, packing, rows);                                             \
     }
+#if MAX_ROWS == 8
+#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6) f(packing, 7) f(packing, 8)
+#elif MAX_ROWS == 6
+#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6)
+#elif MAX_ROWS == 5
+#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5)
+#else
+#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4)
+#endif
+#define CODED_NAME(packing, rows) coded_##packing##_##rows,
+OF_ROWS(CODED, NIBBLES)
+OF_ROWS(CODED, E2M1)
+OF_ROWS(CODED, SIGNED)
+static const coded_fn coded_tiles[][MAX_ROWS] = {
+    [NIBBLES] = {OF_ROWS(CODED_NAME, NIBBLES)},
+    [E2M1] = {OF_ROWS(CODED_NAME, E2M1)},
+    [SIGNED] = {OF_ROWS(CODED_NAME, SIGNED)},
+};
+
+/* Multiply all rows of x by as many of the weight rows [col, col + cols) as are whole tiles, and return how many. */
+static long multiply_coded_tiles(const struct linear_job *job, float *sums, long col, long cols)
+{
+    const struct codes *codes = job->codes;
+    const long item = packed_size(DECODED_DTYPE), piece = PIECE(DECODED_DTYPE);
+    const coded_fn tile = job->rows <= MAX_ROWS ? coded_tiles[codes->packing][job->rows - 1] : NULL;
+    if (!tile || job->depth % STEP || !has_steps(codes))
+        return 0;
+    const long whole = cols / TILE_COLS * TILE_COLS;
+    /* Of x as much at a time as stays in the first-level cache: then weights are read row by row. */
+    const long span = (1 + 32768 / (job->rows * piece * item)) * piece;
+    for (long from = 0; from < job->depth; from += span)
+        for (long c = 0; c < whole; c += TILE_COLS)
+            for (long k = from; k < at_most(from + span, job->depth); k += piece)
+                tile(codes, packed_at(job, 0, k, DECODED_DTYPE), col + c, k, at_most(job->depth - k, piece), sums + c,
+                     job->block_cols);
+    return whole;
 }
 
-/* The same for quantized weights: a few of their rows are floats at a time, of this dtype, and do not leave the cache. */
-INLINE void multiply_codes(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
+/* The same as multiply for quantized weights. Some of their rows are floats at a time, and do not leave the cache. */
+static __attribute__((noinline)) void multiply_codes(const struct linear_job *job, float *sums, long col, long cols)
 {
-    const long count = tiles(job->rows), stride = DECODED * size_of(dtype), sums_stride = job->block_cols;
-    const struct codes *codes = job->codes;
-    if (job->rows <= MAX_ROWS && job->depth % STEP == 0 && has_steps(codes) &&
-        (codes->packing == NIBBLES || codes->packing == SIGNED || codes->packing == E2M1)) {
-        for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
-            const char *x = packed_at(job, 0, piece, dtype);
-            const long depth = at_most(job->depth - piece, PIECE(dtype));
-            if (codes->packing == NIBBLES)
-                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, NIBBLES, job->rows, cols);
-            else if (codes->packing == E2M1)
-                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, E2M1, job->rows, cols);
-            else
-                coded_tiles(codes, x, col, piece, depth, sums, sums_stride, dtype, SIGNED, job->rows, cols);
-        }
-        return;
-    }
+    enum { DTYPE = DECODED_DTYPE };
+    const long count = tiles(job->rows), stride = DECODED * size_of(DTYPE), sums_stride = job->block_cols;
     char *weights = (char *)(sums + whole_lines(job->rows * sums_stride));
     float carried[TILE_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
     const long all = count > 1 ? cols : cols_of(job->rows); /* weight rows that are decoded together */
-    const long part = count > 1 ? PIECE(dtype) : DEPTH_BLOCK; /* few rows stay in the first-level cache */
-    for (long first = 0; first < cols; first += all)
-        for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
-            const long piece_end = at_most(job->depth, piece + PIECE(dtype));
+    const long part = count > 1 ? PIECE(DTYPE) : DEPTH_BLOCK; /* few rows stay in the first-level cache */
+    for (long first = multiply_coded_tiles(job, sums, col, cols); first < cols; first += all)
+        for (long piece = 0; piece < job->depth; piece += PIECE(DTYPE)) {
+            const long piece_end = at_most(job->depth, piece + PIECE(DTYPE));
             for (long k = piece; k < piece_end; k += part) {
                 const long depth = at_most(piece_end - k, part), decoded = at_most(cols - first, all);
                 for (long c = 0; c < decoded; c++)
-                    decode_row(job->codes, col + first + c, k, depth, weights + c * stride, dtype);
+                    decode_row(job->codes, col + first + c, k, depth, weights + c * stride, DTYPE);
                 for (long number = 0; number < count; number++) {
                     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
                     const long wide = cols_of(rows);
                     for (long c = 0; c < decoded; c += wide)
-                        any_tile(packed_at(job, number, k, dtype), weights + c * stride, stride, depth,
-                                 sums + start * sums_stride + first + c, sums_stride, dtype, 0, k > piece ? carried : NULL,
+                        any_tile(packed_at(job, number, k, DTYPE), weights + c * stride, stride, depth,
+                                 sums + start * sums_stride + first + c, sums_stride, DTYPE, 0, k > piece ? carried : NULL,
                                  k + depth < piece_end ? carried : NULL, rows, at_most(decoded - c, wide));
                 }
             }
         }
-}
-
-/* Once for x of each dtype whose decoded weights are fp32: these are large functions. */
-static __attribute__((noinline)) void multiply_decoded_fp32(const struct linear_job *job, float *sums, long col, long cols)
-{
-    multiply_codes(job, sums, col, cols, DTYPE_FP32);
 }
 
 /* Write the output of the weight rows [col, col + cols). dtype is that of x. */
@@ -400,10 +410,8 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
 {
     const long sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    if (job->codes && packed_size(dtype) == 4)
-        multiply_decoded_fp32(job, sums, col, cols);
-    else if (job->codes)
-        multiply_codes(job, sums, col, cols, dtype);
+    if (job->codes)
+        multiply_codes(job, sums, col, cols);
     else
         multiply(job, sums, col, cols, dtype);
     for (long r = 0; r < job->rows; r++)
@@ -423,6 +431,9 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
         block(job, sums, col, cols, dtype);                                                                                    \
     }
 DEFINE(bf16, DTYPE_BF16)
+#ifdef DOT_BF16
+const struct linear_variant VARIANT = {STEP, TILE_COLS, pack_bf16, tiles, block_bf16};
+#else
 DEFINE(fp16, DTYPE_FP16)
 DEFINE(fp32, DTYPE_FP32)
 
@@ -431,3 +442,4 @@ const struct linear_variant VARIANT[3] = {
     {STEP, TILE_COLS, pack_fp16, tiles, block_fp16},
     {STEP, TILE_COLS, pack_fp32, tiles, block_fp32},
 };
+#endif

@@ -15,6 +15,7 @@ from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
 INPUTS = 16  # how many inputs a program has: INPUTS in program.c
+_SCALE_DTYPES = {**DTYPES, torch.float8_e8m0fnu: 3}  # and in codes.h
 _NIBBLES, _BYTES = 3, 4  # results of medusa_dequantize that are no floats: the enum in codes.h
 LANES = 8  # sizes in the steps between products (pointwise.c) are multiples of it
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -70,16 +71,16 @@ class _Codes(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "order", "out")),
         *((name, _LONG) for name in ("rows", "columns", "high", "wide", "scale_columns")),
-        *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype", "exponents")),
+        *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype", "scale_dtype", "zero_dtype")),
     ]
 
 
 class StoredCodes:
     """A quantized matrix of ``shape`` as the kernels take it. codes.h explains the arguments.
 
-    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale in fp32 or E8M0, zero in fp32,
-    and ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs to the
-    input's element ``order[i]``.
+    ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale and zero in bf16, fp16, fp32 or
+    E8M0, and ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs
+    to the input's element ``order[i]``.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class StoredCodes:
             one_zero=zero is not None and zero.numel() == 1,
             packing=packing,
             transposed=transposed,
-            exponents=scale.dtype is torch.float8_e8m0fnu,
+            scale_dtype=_SCALE_DTYPES[scale.dtype],
+            zero_dtype=0 if zero is None else _SCALE_DTYPES[zero.dtype],
         )
         self.address = ctypes.addressof(self._struct)
 

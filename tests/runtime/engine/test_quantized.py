@@ -95,12 +95,13 @@ def test_greedy_tokens_are_those_of_the_floats(
     assert found != [serve(checkpoint).ask(text).tokens for text in ("Tokens", "A layer runs")]
 
 
-@pytest.mark.parametrize(("name", "scales"), [("pack-4", 32), ("awq", 32), ("int8", 0), ("gptq-4-act-order", 32)])
+@pytest.mark.parametrize(
+    ("name", "bytes_of_group"), [("pack-4", 0), ("pack-4-asymmetric", 2), ("awq", 4), ("gptq-4-act-order", 4)]
+)
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_the_plan_counts_the_memory_of_what_is_made(
-    name: str, scales: int, has_kernels: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, bytes_of_group: int, has_kernels: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``scales``: the columns that share one, 0 for a whole row."""
     if not has_kernels:
         monkeypatch.setattr(kv_size, "native_kernels", lambda: "no compiled kernel")
     quantize(checkpoint, tmp_path, name)
@@ -112,7 +113,7 @@ def test_the_plan_counts_the_memory_of_what_is_made(
         values = 4 * sum(rows * columns for rows, columns in shapes)
         made = 4 * values
         if has_kernels:
-            made = 8 * 4 * sum(rows * columns // (scales or columns) for rows, columns in shapes)
+            made = 4 * sum(rows * columns // 32 for rows, columns in shapes) * bytes_of_group
             made += values // 2 if name in ("awq", "gptq-4-act-order") else 0
         stored = sum(shard.data_bytes for shard in index.shards)
         applier = config.model().applier(torch.float32)
@@ -150,9 +151,8 @@ def test_the_plan_counts_what_becomes_floats(tmp_path: Path) -> None:
         loader.wait()
     experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
     assert experts == 2 * 4 * 3 * 64 * 96 * 4
-    scales = 2 * (64 * 64 * 2 + 64 * 32 * 2) // 32
     stored = sum(shard.data_bytes for shard in region.wait_index().shards)
-    assert before == (64 << 20) - stored - experts - 2 * 4 * scales
+    assert before == (64 << 20) - stored - experts
     region.close()
 
 

@@ -312,8 +312,8 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
         assert_rounded(kernels.linear(x, weight, bias), x, weight, bias)
     finally:
         monkeypatch.undo()
-        kernels._path.cache_clear()
-        kernels.native_kernels.cache_clear()
+        for cached in (kernels._path, kernels._decoded, kernels.native_kernels):
+            cached.cache_clear()
 
 
 def test_torch_multiplies_many_rows_of_fp32() -> None:

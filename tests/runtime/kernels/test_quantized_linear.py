@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import itertools
 import mmap
 from collections.abc import Callable
 from typing import cast
@@ -60,6 +61,12 @@ FORMS: dict[str, Callable[[int, int], Codes]] = {
     ),
     "nibbles": lambda rows, columns: Codes(
         words(rows, columns // 8), fractions(rows, columns // 32), torch.full((1, 1), 8.0), "across", 4
+    ),
+    "nibbles-fp16": lambda rows, columns: Codes(
+        words(rows, columns // 8), fractions(rows, columns // 32).half(), zeros(rows, columns // 32), "across", 4
+    ),
+    "nibbles-bf16": lambda rows, columns: Codes(
+        words(rows, columns // 8), fractions(rows, columns // 32).bfloat16(), torch.full((1, 1), 8.0), "across", 4
     ),
     "nibbles-rows": lambda rows, columns: Codes(
         words(rows, columns // 8), fractions(rows, 1), zeros(rows, 1), "across", 4
@@ -157,24 +164,40 @@ def test_several_weights_at_once_are_each_alone(used: native.NativeKernels) -> N
         assert torch.equal(found, torch.cat(alone, 1))
 
 
-@pytest.mark.parametrize("form", ["nibbles", "int8", "fp8", "mxfp4"])
-def test_codes_at_the_end_of_read_only_memory(used: native.NativeKernels, form: str) -> None:
-    """The last row ends where memory ends: a byte read further, or a write, would kill this process."""
+def at_the_end_of_memory(values: Tensor) -> tuple[Tensor, mmap.mmap]:
+    """A copy in read-only memory that ends where it ends: a byte read further, or a write, would kill this process."""
     page = mmap.PAGESIZE
-    made = FORMS[form](8, 1024)
-    size = made.stored.nbytes
-    memory = mmap.mmap(-1, 8 * page)
-    place = torch.frombuffer(memory, dtype=torch.uint8, count=7 * page)[7 * page - size :]
-    place.copy_(made.stored.view(torch.uint8).flatten())
+    pages = -(-values.nbytes // page)
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    place = torch.frombuffer(memory, dtype=torch.uint8, count=pages * page)[pages * page - values.nbytes :]
+    place.copy_(values.view(torch.uint8).flatten())
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    end = place.data_ptr() + size
-    assert protect(end - 7 * page, 7 * page, mmap.PROT_READ) == 0
+    end = place.data_ptr() + values.nbytes
+    assert protect(end - pages * page, pages * page, mmap.PROT_READ) == 0
     assert protect(end, page, 0) == 0
-    there = made._replace(stored=place.view(made.stored.dtype).view(made.stored.shape))
-    for rows in (1, 20):
-        x = torch.randn(rows, 1024)
-        assert torch.equal(used.products(x, (kept(there),), (None,)), used.products(x, (kept(made),), (None,)))
+    return place.view(values.dtype).view(values.shape), memory
+
+
+@pytest.mark.parametrize("form", ["nibbles", "nibbles-fp16", "nibbles-bf16", "int8", "fp8", "mxfp4"])
+def test_codes_and_scales_at_the_end_of_read_only_memory(used: native.NativeKernels, form: str) -> None:
+    for cols, depth in ((8, 1024), (12, 1120)):
+        made = FORMS[form](cols, depth)
+        stored, scale = at_the_end_of_memory(made.stored), at_the_end_of_memory(made.scale)
+        there = kept(made._replace(stored=stored[0], scale=scale[0]))
+        for rows, dtype in itertools.product((1, 2, 20), DTYPES):
+            x = torch.randn(rows, depth).to(dtype)
+            assert torch.equal(used.products(x, (there,), (None,)), used.products(x, (kept(made),), (None,)))
+
+
+def test_scales_are_not_copied(used: native.NativeKernels) -> None:
+    for form in ("nibbles", "nibbles-fp16", "nibbles-bf16", "int8", "fp8", "mxfp4"):
+        made = FORMS[form](8, 1024)
+        weight = kept(made)
+        made.stored.view(torch.uint8).fill_(0x12)
+        made.scale.copy_(torch.ones(made.scale.shape))
+        x = torch.randn(2, 1024)
+        assert torch.equal(used.products(x, (weight,), (None,)), used.linear(x, floats_of(made), None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -88,14 +88,14 @@ class Codes(NamedTuple):
                 return None
             values = torch.empty(outputs, inputs // 2 if self.bits == 4 else inputs, dtype=torch.uint8)
             kernels.transpose(self._stored(packing), values, order)
-            scale = self.scale.float().t().clone(memory_format=torch.contiguous_format)  # never a view of the region
+            scale = self.scale.t().clone(memory_format=torch.contiguous_format)  # never a view of the region
             codes = native.StoredCodes(
                 values,
                 scale,
                 shape=(outputs, inputs),
                 packing=_NIBBLES if self.bits == 4 else _UNSIGNED,
                 size=(1, inputs // scale.shape[1]),
-                zero=None if self.zero is None else self.zero.float().t().contiguous(),
+                zero=None if self.zero is None else self.zero.bfloat16().t().contiguous(),
                 order=order,
             )
         return QuantizedParameter(values, codes, dtype)
@@ -113,8 +113,6 @@ class Codes(NamedTuple):
 
     def _stored(self, packing: int) -> native.StoredCodes:
         shape, scale = self.shape, self.scale.contiguous()
-        if scale.dtype is not torch.float8_e8m0fnu:  # the kernels read these as they are stored
-            scale = scale.float()
         table = None
         if packing in (_TABLE, _E4M3):
             table = torch.arange(256, dtype=torch.uint8).view(self.stored.dtype).float()
@@ -124,7 +122,7 @@ class Codes(NamedTuple):
             shape=shape,
             packing=packing,
             size=self.block or (shape[0] // scale.shape[0], shape[1] // scale.shape[1]),
-            zero=None if self.zero is None else self.zero.float().contiguous(),
+            zero=None if self.zero is None else self.zero.bfloat16().contiguous(),
             group_of=self.group_of,
             table=table,
             transposed=self.transposed,

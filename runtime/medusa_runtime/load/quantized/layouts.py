@@ -57,7 +57,6 @@ class Layout(NamedTuple):
     shape: checks all parts, and returns [out, in].
     codes: turns the parts' tensors into ``Codes``.
     is_transposed: whether the values are stored as [in, out].
-    keeps_scales: whether products read the scales as they are stored, and not a copy in float32.
     """
 
     marker: str
@@ -66,7 +65,6 @@ class Layout(NamedTuple):
     shape: Callable[[_Parts, Scheme], tuple[int, int]]
     codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes]
     is_transposed: bool = False
-    keeps_scales: bool = False
 
 
 class _Parts:
@@ -322,7 +320,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes, True),
     "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes, True),
-    "mxfp4": Layout("blocks", ("blocks", "scales"), (), _mxfp4_shape, _mxfp4_codes, keeps_scales=True),
+    "mxfp4": Layout("blocks", ("blocks", "scales"), (), _mxfp4_shape, _mxfp4_codes),
 }
 _PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
 

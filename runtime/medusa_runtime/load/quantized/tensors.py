@@ -53,9 +53,10 @@ class DequantizedIndex(WeightIndex):
         values, layout = math.prod(stored.shape), LAYOUTS[stored.scheme.layout]
         if not keep_codes or not stored.can_stay:
             return values * dtype.itemsize
-        scales = values // (stored.scheme.group or stored.shape[1])
-        copied = values * stored.scheme.bits // 8 if layout.is_transposed else 0
-        return copied if layout.keeps_scales else copied + 2 * 4 * scales  # with zero points, as float32
+        groups = values // (stored.scheme.group or stored.shape[1])
+        if layout.is_transposed:  # all is copied, with a scale and a zero point of 16 bits each
+            return values * stored.scheme.bits // 8 + 2 * 2 * groups
+        return 2 * groups if "weight_zero_point" in stored.parts else 0
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's names of the tensors that make up these, in the same order."""
