@@ -202,7 +202,7 @@ def test_attention(image: Image, emulated: Path, here: native.NativeKernels, dty
     contexts = image.place(torch.tensor([*range(20, 39), 45], dtype=torch.int32))
     out = image.place(torch.zeros_like(q))
     job = native._Attention(
-        *(q.data_ptr(), out.data_ptr(), native._pool(pools[0]), native._pool(pools[1])),
+        *(q.data_ptr(), out.data_ptr(), None, native._pool(pools[0]), native._pool(pools[1])),
         *(tables.data_ptr(), sequences.data_ptr(), contexts.data_ptr(), heads * head_dim * dtype.itemsize, 4),
         *(tokens, heads, kv_heads, head_dim, block_size, window, 0.17),
     )
