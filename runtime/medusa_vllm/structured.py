@@ -26,10 +26,44 @@ _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for
 
 
 def request_field(form: StructuredOutputs) -> dict[str, Any]:
-    """Return a form as the one field that a request to vLLM has for its kind."""
+    """Return a form as the one field that a request to vLLM has for its kind. With tags it is a structural tag."""
+    if form.closing or form.header:
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": _sequence(_with_tags(form))})}
     if form.kind == "json_schema":
         return {"json": form.text}
     return {form.kind: json.loads(form.text) if form.kind == "choice" else form.text}
+
+
+def _with_tags(form: StructuredOutputs) -> list[dict[str, Any]]:
+    """Return the parts of a structural tag: free text up to the closing tag, the header, and the form."""
+    free = [*_string(form.opening), {"type": "any_text"}, *_string(form.closing)] if form.closing else []
+    if form.opening:
+        free = [{"type": "optional", "content": _sequence(free)}]
+    return [*free, *_string(form.header), _content(form)]
+
+
+def _content(form: StructuredOutputs) -> dict[str, Any]:
+    if form.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": json.loads(form.text)}
+    if form.kind == "regex":
+        return {"type": "regex", "pattern": form.text}
+    if form.kind == "grammar":
+        return {"type": "grammar", "grammar": form.text}
+    if form.kind == "choice":
+        return {"type": "or", "elements": [_sequence(_string(each)) for each in json.loads(form.text)]}
+    tagged = [
+        _sequence([*_string(tag), {"type": "json_schema", "json_schema": schema}])
+        for tag, schema in json.loads(form.text)
+    ]
+    return {"type": "or", "elements": tagged}
+
+
+def _string(text: str) -> list[dict[str, Any]]:
+    return [{"type": "const_string", "value": text}] if text else []
+
+
+def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": parts}
 
 
 def vllm_params(form: StructuredOutputs) -> Any:

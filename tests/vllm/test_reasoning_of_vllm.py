@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_fixtures import byte_level_tokenizer
-from medusa_handler.openai.reasoning import Reasoning, reasoning_of
+from medusa_handler.openai.reasoning import TaggedReasoning, reasoning_of
 
 pytestmark = pytest.mark.vllm
 
@@ -40,5 +40,5 @@ def test_a_text_has_the_reasoning_that_vllm_finds(tokenizer: Any, name: str, tex
     theirs = managers.ReasoningParserManager.get_reasoning_parser(name)(tokenizer).extract_reasoning(text, request)
     # Without an opening tag, vLLM takes the text for reasoning whatever the prompt says, and we only if it says so.
     found = reasoning_of(name, "", "<think>\n")
-    assert found == Reasoning("inside", name == "qwen3")
-    assert found.parser().push(text, last=True) == tuple(part or "" for part in theirs)
+    assert found == TaggedReasoning("inside", name == "qwen3")
+    assert found.parser().push(text, last=True) == [tuple(part or "" for part in theirs)]

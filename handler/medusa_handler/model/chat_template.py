@@ -16,6 +16,7 @@ from medusa_runtime.bounded_json import count_values, parse_json
 from medusa_runtime.errors import json_kind
 
 from ..faults import ApiError
+from .harmony import TEMPLATE_MARKER, turns
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -56,6 +57,8 @@ class ChatTemplate:
                 code="no_chat_template",
             )
         messages = _with_parsed_calls(self._with_known_roles(messages))
+        if TEMPLATE_MARKER in self.source:
+            messages = list(turns(messages))
         values = {**self._special, **arguments, "messages": messages}
         continuing = values.pop("continue_final_message", False)
         try:

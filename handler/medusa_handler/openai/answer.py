@@ -20,8 +20,9 @@ _MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a
 class Choice:
     """The text and tokens that one sequence has produced so far.
 
-    With a ``parser``, ``text`` is what comes behind the reasoning, and ``is_reasoning`` says whether the last delta was
-    a part of the reasoning, with its tags. ``offset`` is where the next token begins in the text of a stream's tokens.
+    With a ``parser``, ``text`` is what is not reasoning, and ``is_reasoning`` says whether the last delta was a part of
+    the reasoning, with its tags. ``pieces`` are the reasoning and the other text of the last delta, in order.
+    ``offset`` is where the next token begins in the text of a stream's tokens.
     """
 
     parser: ReasoningParser | None = None
@@ -29,6 +30,7 @@ class Choice:
     reasoning: str = ""
     reasoning_tokens: int = 0
     is_reasoning: bool = False
+    pieces: Sequence[tuple[str, str]] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     offset: int = 0
@@ -51,13 +53,15 @@ class Choice:
     def _add_text(self, delta: Delta) -> None:
         if self.parser is None:
             self.text += delta.text
+            self.pieces = (("", delta.text),)
             return
-        was_inside = self.parser.inside
-        reasoning, text = self.parser.push(delta.text, last=delta.finish_reason is not None)
-        self.reasoning += reasoning
-        self.text += text
+        was_inside, was_reasoning = self.parser.inside, self.parser.reasoning
+        self.pieces = self.parser.push(delta.text, last=delta.finish_reason is not None)
+        for reasoning, text in self.pieces:
+            self.reasoning += reasoning
+            self.text += text
         self.is_reasoning = was_inside or self.parser.inside
-        if was_inside and self.parser.inside:  # none of the tags, which are one token each where models reason
+        if was_reasoning and self.parser.reasoning:  # none of the tags, which are one token each where models reason
             self.reasoning_tokens += len(delta.token_ids)
 
     @property

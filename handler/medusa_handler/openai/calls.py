@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import ContextLengthError, RequestError, json_excerpt
 
 from ..faults import ApiError, UnsupportedRequestError, compact, invalid
+from ..model.harmony import EFFORTS, HarmonyReasoning
 from . import completion
 from .answer import Envelope
 from .body import fields, parameters
 from .body.output_constraint import OutputConstraint, output_constraint
 from .body.parameters import Body
 from .generation_response import GenerationPlan, respond
-from .reasoning import Reasoning, reasoning_of
+from .reasoning import Reasoning, TaggedReasoning, reasoning_of
 from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ..model.chat_template import ChatTemplate
     from ..service import Service
     from .tools.choice import Tools
+    from .tools.formats import Format, ToolParser
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_RESTRICTIONS = 1 << 20  # token ids of logit_bias and allowed_token_ids, in all sequences of one request
@@ -82,7 +84,6 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     """Answer a chat."""
     from . import chat
     from .tools.choice import tools_of
-    from .tools.formats import format_of
 
     fields.check_generation_fields(body, fields.CHAT, can_relay=service.can_relay)
     model = check_model(service, body)
@@ -97,13 +98,13 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
-    constraint = _forced_constraint(body, tools, output_constraint(body))
+    requested = output_constraint(body)
     template = service.model.chat_template(is_disconnected)
-    parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     scored = parameters.prompt_logprob_count(body)
     prompt = template.render(messages, arguments)
     continued = messages[-1]["content"] if arguments["continue_final_message"] else None
-    reasoning = _reasoning(service, template, prompt, constraint, is_disconnected, continued)
+    asked = _Asked(body, tools, requested, arguments.get("reasoning_effort"))
+    parser, reasoning, constraint = _answer_format(service, template, prompt, asked, is_disconnected, continued)
     shows_reasoning = parameters.flag(body, "include_reasoning", True)
     if reasoning is not None and not shows_reasoning:
         logprobs = None  # its tokens would show it
@@ -132,13 +133,11 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     from .responses.output import Output
     from .responses.request import ResponsesRequest
     from .responses.truncation import truncate
-    from .tools.formats import format_of
 
     asked = ResponsesRequest.parse(body)
     model = check_model(service, body)
-    tools, constraint = asked.tools, _forced_constraint(body, asked.tools, asked.constraint)
+    tools = asked.tools
     template = service.model.chat_template(is_disconnected)
-    parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     params = parameters.sampling(body, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
     special = parameters.flag(body, "add_special_tokens", False)
@@ -155,7 +154,9 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
         limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
         messages = truncate(messages, lambda kept: _fits(service, render(kept), special, limit))
     prompt = render(messages)
-    reasoning = _reasoning(service, template, prompt, constraint, is_disconnected)
+    effort = asked.template_arguments.get("reasoning_effort")
+    answered = _Asked(body, tools, asked.constraint, effort, "reasoning.effort")
+    parser, reasoning, constraint = _answer_format(service, template, prompt, answered, is_disconnected)
     params = _with_form(params, constraint, reasoning, parsed=parser is not None)
     name = f"resp_{os.urandom(16).hex()}"
     requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
@@ -277,9 +278,53 @@ def _requests(
     return requests
 
 
-def _forced_constraint(body: Body, tools: Tools, requested: OutputConstraint | None) -> OutputConstraint | None:
+class _Asked(NamedTuple):
+    """What a request asks of its answer's format. ``effort`` is in the body's field of that name."""
+
+    body: Body
+    tools: Tools
+    constraint: OutputConstraint | None
+    effort: Any
+    effort_field: str = "reasoning_effort"
+
+
+class _AnswerFormat(NamedTuple):
+    """How an answer is read, and the constraint on it. ``parser`` makes the parser of its calls."""
+
+    parser: Callable[[], ToolParser] | None
+    reasoning: Reasoning | None
+    constraint: OutputConstraint | None
+
+
+def _answer_format(
+    service: Service,
+    template: ChatTemplate,
+    prompt: str,
+    asked: _Asked,
+    is_disconnected: Callable[[], bool],
+    continued: str | None = None,
+) -> _AnswerFormat:
+    """Return how the answer to a prompt is read. Raises ApiError 400 for what its format does not have."""
+    from .tools.formats import HARMONY, format_of
+
+    settings = service.settings
+    reasoning = reasoning_of(settings.reasoning_parser, template.source, prompt, continued)
+    found = format_of(settings.tool_call_parser, template.source)
+    if isinstance(reasoning, HarmonyReasoning):
+        found = HARMONY
+        if asked.effort is not None and asked.effort not in EFFORTS:
+            raise invalid(asked.effort_field, "low, medium or high, which this model knows", asked.effort)
+    constraint = _forced_constraint(asked.body, asked.tools, asked.constraint, found)
+    if isinstance(reasoning, TaggedReasoning):
+        reasoning = _tagged(service, reasoning, constraint, is_disconnected)
+    return _AnswerFormat(asked.tools.parser(found), reasoning, constraint)
+
+
+def _forced_constraint(
+    body: Body, tools: Tools, requested: OutputConstraint | None, found: Format | None
+) -> OutputConstraint | None:
     """Return the constraint on a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
-    forced = tools.output_constraint()
+    forced = tools.output_constraint(found)
     if forced is None:
         return requested
     if requested is not None:
@@ -288,23 +333,20 @@ def _forced_constraint(body: Body, tools: Tools, requested: OutputConstraint | N
     return OutputConstraint(forced, "tools")
 
 
-def _reasoning(
+def _tagged(
     service: Service,
-    template: ChatTemplate,
-    prompt: str,
+    reasoning: TaggedReasoning,
     constraint: OutputConstraint | None,
     is_disconnected: Callable[[], bool],
-    continued: str | None = None,
-) -> Reasoning | None:
-    """Return how the answer begins, if its reasoning is to be told from the rest."""
+) -> TaggedReasoning | None:
+    """Return how an answer with tags begins, if its reasoning is to be told from the rest."""
     if service.can_relay:  # the engine's own server has a parser for it
         return None
-    found = reasoning_of(service.settings.reasoning_parser, template.source, prompt, continued)
-    if found is None or constraint is None:
-        return found
+    if constraint is None:
+        return reasoning
     if service.model.wait_info(is_disconnected).engine == "torch":
-        return found._replace(ends_at_call=False)  # the form begins behind the closing tag
-    return found._replace(place="behind")  # the forms of vLLM's workers in a cluster begin at once
+        return reasoning._replace(ends_at_call=False)  # the form begins behind the closing tag
+    return reasoning._replace(place="behind")  # the forms of vLLM's workers in a cluster begin at once
 
 
 def _with_form(
@@ -315,7 +357,7 @@ def _with_form(
     if form is not None and reasoning is not None:
         form = reasoning.before(form)
     # What marks a call or the reasoning may be a special token.
-    marked = (parsed and form is None) or (reasoning is not None and reasoning.place != "behind")
+    marked = (parsed and (form is None or form.header)) or (reasoning is not None and reasoning.is_marked)
     return replace(params, structured_outputs=form, skip_special_tokens=params.skip_special_tokens and not marked)
 
 

@@ -102,7 +102,8 @@ class _Choices:
         self._plan = plan
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
-        self._choices = [Choice(plan.reasoning and plan.reasoning.parser()) for _ in plan.requests]
+        reasoning = plan.reasoning
+        self._choices = [Choice(None if reasoning is None else reasoning.parser()) for _ in plan.requests]
         self._logprobs = LogprobLimit("logprobs", _TOO_MANY, budget)
 
     @property

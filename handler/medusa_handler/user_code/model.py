@@ -12,6 +12,7 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingPara
 from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
+from ..model.harmony import HarmonyReasoning, content_of, harmony_reasoning
 from ..model.structured_outputs import parse_structured_outputs
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ class Model:
         """Yield the answer's text as it comes."""
         params = _params({"max_tokens": None, **sampling})
         template = self._served.chat_template(_is_disconnected())
-        return self._stream(
-            template.render(messages, {"add_generation_prompt": True}), params, add_special_tokens=False
-        )
+        prompt = template.render(messages, {"add_generation_prompt": True})
+        harmony = harmony_reasoning(self._served.settings.reasoning_parser, template.source, prompt)
+        if harmony is None:
+            return self._stream(prompt, params, add_special_tokens=False)
+        return self._stream_content(prompt, params, harmony)
 
     def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> list[list[float]]:
         """Return an encoder's vector for each text; texts beyond its length are cut.
@@ -87,6 +90,12 @@ class Model:
             for item in generation.events():
                 if item is not None and item.value.text:
                     yield item.value.text
+
+    def _stream_content(self, prompt: str, params: SamplingParams, harmony: HarmonyReasoning) -> Iterator[str]:
+        """Yield the answer without its reasoning, in a format that cannot be read without its special tokens."""
+        form = params.structured_outputs and harmony.before(params.structured_outputs)
+        params = dataclasses.replace(params, structured_outputs=form, skip_special_tokens=False)
+        return content_of(self._stream(prompt, params, add_special_tokens=False), harmony)
 
 
 def _is_disconnected() -> Callable[[], bool]:

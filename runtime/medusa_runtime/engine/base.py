@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 class StructuredOutputs(NamedTuple):
     """The form that generated text must have. ``kind`` says what ``text`` is: json_schema, regex, choice or grammar.
 
-    The text of a choice is a JSON list of strings, that of a grammar is Lark or GBNF.
+    The text of a choice is a JSON list of strings, that of a grammar is Lark or GBNF. The kind tagged_json is one of
+    several JSON texts, each behind its own tag: a JSON list of [tag, schema].
 
     With a ``closing`` tag, all text up to this tag is free, and the form begins behind it. With an ``opening`` tag as
-    well, there is free text only if the generated text begins with that tag.
+    well, there is free text only if the generated text begins with that tag. With a ``header``, the form begins behind
+    it, whether there is free text or not. A tag is special tokens and text, such as ``<|start|>assistant``.
     """
 
     kind: str
     text: str
     opening: str = ""
     closing: str = ""
+    header: str = ""
 
 
 @dataclass(frozen=True, slots=True)

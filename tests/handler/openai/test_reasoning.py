@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from medusa_handler.openai.reasoning import Reasoning, ReasoningParser, reasoning_of
+from medusa_handler.openai.reasoning import Reasoning, TaggedReasoning, TagParser, reasoning_of
 from medusa_runtime.config import from_env
 from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.errors import ConfigError
@@ -52,32 +52,37 @@ TEXTS = [
 ]
 
 
+def joined(found: list[tuple[str, str]]) -> tuple[str, str]:
+    return "".join(reasoning for reasoning, _ in found), "".join(content for _, content in found)
+
+
 @pytest.mark.parametrize(("text", "place", "reasoning", "content"), TEXTS)
 def test_reasoning_is_told_from_the_rest_wherever_the_text_is_cut(
     text: str, place: Any, reasoning: str, content: str
 ) -> None:
     for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        parser = Reasoning(place, True).parser()
+        parser = TaggedReasoning(place, True).parser()
         pieces = [text[start:stop] for start, stop in zip((0, *cuts), (*cuts, len(text)), strict=True)]
-        found = [parser.push(piece, last=number == 2) for number, piece in enumerate(pieces)]
-        assert tuple(map("".join, zip(*found, strict=True))) == (reasoning, content), pieces
+        found = [each for number, piece in enumerate(pieces) for each in parser.push(piece, last=number == 2)]
+        assert joined(found) == (reasoning, content), pieces
         assert parser.ended != parser.inside
-    parser, found = Reasoning(place, True).parser(), []
+    parser, found = TaggedReasoning(place, True).parser(), []
     for number, character in enumerate(text, 1):
-        found.append(parser.push(character, last=number == len(text)))
-    assert ["".join(each) for each in zip(*found, strict=True)] == [reasoning, content] * bool(text)
+        found += parser.push(character, last=number == len(text))
+    assert joined(found) == (reasoning, content)
 
 
 def test_only_some_models_end_their_reasoning_with_a_call() -> None:
-    assert ReasoningParser("inside", ends_at_call=False).push(f"a{CALL}", last=True) == (f"a{CALL}", "")
+    assert TagParser("inside", ends_at_call=False).push(f"a{CALL}", last=True) == [(f"a{CALL}", "")]
 
 
 @pytest.mark.parametrize("character", ["€", " ", "<"])
 @pytest.mark.parametrize("place", ["before", "inside"])
 def test_the_work_for_a_text_grows_with_its_length(place: Any, character: str) -> None:
     def cpu_s(length: int) -> float:
-        parser, began = ReasoningParser(place, ends_at_call=True), time.process_time()
-        found = [parser.push(character, last=False) for _ in range(length)] + [parser.push("", last=True)]
+        parser, began = TagParser(place, ends_at_call=True), time.process_time()
+        found = [each for _ in range(length) for each in parser.push(character, last=False)]
+        found += parser.push("", last=True)
         assert sum(len(reasoning) + len(content) for reasoning, content in found) == length
         return time.process_time() - began
 
@@ -93,21 +98,21 @@ def test_the_format_is_the_templates() -> None:
     def found(template: str, name: str = "auto", prompt: str = "<assistant>") -> Reasoning | None:
         return reasoning_of(name, template, prompt)
 
-    assert found(QWEN3) == Reasoning("before", True)
-    assert found(R1) == Reasoning("before", False)
+    assert found(QWEN3) == TaggedReasoning("before", True)
+    assert found(R1) == TaggedReasoning("before", False)
     assert found("{{ messages }} <think>") is None
     assert found("") is None
     for other in ("[THINK]x[/THINK]", "<seed:think></seed:think>", "<|channel|>", "<thought></thought>"):
         assert found(R1 + other) is None, "it shows two formats"
-    assert found(QWEN3 + "</other>") == Reasoning("before", True)
+    assert found(QWEN3 + "</other>") == TaggedReasoning("before", True)
     assert found(QWEN3, "none") is None
-    assert found("", "qwen3") == Reasoning("before", True)
-    assert found(QWEN3, "deepseek_r1") == Reasoning("before", False)
+    assert found("", "qwen3") == TaggedReasoning("before", True)
+    assert found(QWEN3, "deepseek_r1") == TaggedReasoning("before", False)
 
 
 def test_a_template_is_searched_in_one_pass() -> None:
     begin = time.process_time()
-    assert reasoning_of("auto", R1 + "</" + "think" * 100_000, "") == Reasoning("before", False)
+    assert reasoning_of("auto", R1 + "</" + "think" * 100_000, "") == TaggedReasoning("before", False)
     assert time.process_time() - begin < 1
 
 
@@ -127,13 +132,13 @@ def test_the_prompt_shows_where_the_answer_begins() -> None:
 
 def test_a_form_begins_behind_the_reasoning() -> None:
     form = StructuredOutputs("regex", "a")
-    assert Reasoning("before", False).before(form) == ("regex", "a", "<think>", "</think>")
-    assert Reasoning("inside", False).before(form) == ("regex", "a", "", "</think>")
-    assert Reasoning("behind", False).before(form) == form
+    assert TaggedReasoning("before", False).before(form) == ("regex", "a", "<think>", "</think>", "")
+    assert TaggedReasoning("inside", False).before(form) == ("regex", "a", "", "</think>", "")
+    assert TaggedReasoning("behind", False).before(form) == form
 
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"MEDUSA_REASONING_PARSER.*auto, deepseek_r1, qwen3, none"):
+    with pytest.raises(ConfigError, match=r"MEDUSA_REASONING_PARSER.*auto, deepseek_r1, openai_gptoss, qwen3, none"):
         from_env({"MEDUSA_REASONING_PARSER": "qwen4"})
 
 

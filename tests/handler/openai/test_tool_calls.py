@@ -272,4 +272,4 @@ def test_a_schema_that_is_nested_too_deeply_to_be_written_is_refused(choice: Any
         schema = {"items": schema}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     with pytest.raises(ApiError, match="less depth"):
-        tools_of({"tools": [tool], "tool_choice": choice}).output_constraint()
+        tools_of({"tools": [tool], "tool_choice": choice}).output_constraint(None)

@@ -102,7 +102,7 @@ def test_fuzzed_tools_of_a_caller() -> None:
         if not isinstance(body, dict):
             return
         try:
-            tools_of(body).output_constraint()
+            tools_of(body).output_constraint(None)
         except ApiError as error:
             statuses.add(error.status)
 

@@ -46,7 +46,7 @@ class _ResponseAnswer:
     def __init__(self, plan: ResponsePlan, budget: LogprobBudget) -> None:
         self._head = plan.head
         self._output = plan.output
-        self._choice = Choice(plan.reasoning and plan.reasoning.parser())
+        self._choice = Choice(None if plan.reasoning is None else plan.reasoning.parser())
         self._logprobs = LogprobLimit("top_logprobs", _TOO_MANY, budget)
         self._created = int(time.time())
         self._events = 0

@@ -38,6 +38,7 @@ class Output:
         self._open: _Reasoning | _Message | _Call | None = None
         self._tokens: list[TokenLogprob] = []  # their text has not been reported yet
         self._is_answering = True
+        self._separator = ""
 
     def add(self, choice: Choice) -> Iterator[Event]:
         """Add what has been added to a choice, and yield the events for it."""
@@ -46,13 +47,19 @@ class Output:
             self._tokens.extend(choice.logprobs)
         if choice.is_reasoning:
             self._tokens.clear()
-        if choice.reasoning and self._shows_reasoning:
-            yield from self._add_reasoning(choice.reasoning)
+        self._separator = "" if choice.parser is None else choice.parser.separator
+        for reasoning, text in choice.pieces:
+            if reasoning and self._shows_reasoning:
+                yield from self._add_reasoning(reasoning)
+            yield from self._add_answer(text)
+
+    def _add_answer(self, answer: str) -> Iterator[Event]:
+        """Add text that is not reasoning."""
         if self._parser is None:
-            yield from self._add_text(choice.text)
+            yield from self._add_text(answer)
             return
         text = ""
-        for character in choice.text:  # one by one, so that texts and calls stay in order
+        for character in answer:  # one by one, so that texts and calls stay in order
             content, calls = self._parser.push(character)
             text += content
             if calls:
@@ -74,8 +81,10 @@ class Output:
         yield from self._end(status)
 
     def _add_reasoning(self, text: str) -> Iterator[Event]:
-        if self._open is None:
-            yield from self._begin(_Reasoning(0))
+        if not isinstance(self._open, _Reasoning):
+            text = self._without_separator(text, "reasoning")
+            yield from self._end("completed")
+            yield from self._begin(_Reasoning(len(self.items)))
         assert isinstance(self._open, _Reasoning)
         yield self._open.add(text)
 
@@ -83,10 +92,15 @@ class Output:
         if not text:
             return
         if not isinstance(self._open, _Message):
+            text = self._without_separator(text, "message")
             yield from self._end("completed")
             yield from self._begin(_Message(len(self.items), self._alternatives))
         assert isinstance(self._open, _Message)
         yield self._open.add(text, self._take_tokens())
+
+    def _without_separator(self, text: str, kind: str) -> str:
+        """Return the text of a new item without what separates it from the text of an item of its kind before it."""
+        return text.removeprefix(self._separator) if any(item["type"] == kind for item in self.items) else text
 
     def _add_calls(self, calls: list[CallDelta]) -> Iterator[Event]:
         for call in calls:

@@ -45,11 +45,15 @@ class Tools:
     def names(self) -> frozenset[str]:
         return frozenset(str(tool["function"]["name"]) for tool in self.offered)
 
-    def output_constraint(self) -> StructuredOutputs | None:
-        """Return the constraint on the answer if a call is forced, else None. Raises ApiError 400."""
+    def output_constraint(self, found: Format | None) -> StructuredOutputs | None:
+        """Return the constraint on an answer in this format if a call is forced, else None. Raises ApiError 400."""
         if not self.forced:
             return None
         try:
+            if found is not None and found.forced is not None:
+                schemas = {str(tool["function"]["name"]): _parameters(tool) for tool in self.offered}
+                wanted = schemas if self.forced == "required" else {self.forced: schemas[self.forced]}
+                return found.forced(dict(wanted))
             if self.forced == "required":
                 return _schema(self._calls_schema())
             tool = next(tool for tool in self.offered if tool["function"]["name"] == self.forced)
@@ -78,6 +82,9 @@ class Tools:
 
     def parser(self, found: Format | None) -> Callable[[], ToolParser] | None:
         """Return a function that makes the parser of one answer; None if answers are plain text."""
+        if found is not None and found.forced is not None:
+            names = frozenset() if self.choice == "none" else self.names
+            return lambda: found.parser(names)
         if not self.offered or self.choice == "none":
             return None
         named = () if found is None else (found.new_id,)

@@ -2,7 +2,8 @@
 
 Hermes and Qwen write ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, Llama 3 ``{"name": …, "parameters":
 {…}}`` alone, perhaps behind ``<|python_tag|>``, several with ``;`` between them, and Mistral ``[TOOL_CALLS]`` and a
-list of such objects or, in newer versions, a name and its arguments. vLLM has parsers of the same names for them.
+list of such objects or, in newer versions, a name and its arguments. gpt-oss writes calls as messages for functions
+(``harmony``). vLLM has parsers of the same names for them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from medusa_runtime.engine.base import StructuredOutputs
+
+from ...model.harmony import TEMPLATE_MARKER, MessageScanner, Piece, TextJoiner, forced_calls
 from .scanner import CallScanner, ValueScanner
 
 _SPACE = " \t\r\n"
@@ -324,6 +328,36 @@ class Llama3Parser(_CharacterParser):
             self.add_content(self.opening())
 
 
+class HarmonyCallParser:
+    """Content and calls of gpt-oss. Without ``names``, as nothing was offered, calls are left out."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._takes_calls = bool(names)
+        self._scanner = MessageScanner()
+        self._content = TextJoiner()
+        self._count = 0
+
+    def push(self, text: str) -> Parsed:
+        return self._parsed(self._scanner.push(text, last=False))
+
+    def finish(self) -> Parsed:
+        return self._parsed(self._scanner.push("", last=True))
+
+    def _parsed(self, pieces: list[Piece]) -> Parsed:
+        content: list[str] = []
+        calls: list[CallDelta] = []
+        for piece in pieces:
+            if piece.kind == "call" and self._takes_calls:
+                if piece.begins:
+                    self._count += 1
+                    calls.append(CallDelta(self._count - 1, _call_id(), piece.name, ""))
+                else:
+                    calls.append(CallDelta(self._count - 1, None, None, piece.text))
+            elif piece.kind in ("content", "reasoning"):  # reasoning only if nothing has taken it before
+                content.append(self._content.take(piece))
+        return Parsed("".join(content), _merge_deltas(calls))
+
+
 class ForcedCallsParser(_CharacterParser):
     """A list of calls, to which structured outputs restrict the text. No part is content, even if it is cut off."""
 
@@ -357,18 +391,26 @@ class NamedCallParser:
 
 
 class Format(NamedTuple):
-    """A format of calls. ``template_markers`` are what chat templates of it contain; ``new_id`` makes a call's id."""
+    """A format of calls. ``template_markers`` are what chat templates of it contain; ``new_id`` makes a call's id.
+
+    ``forced`` returns the form of calls of functions, by name and schema, if all of an answer is in this format.
+    """
 
     name: str
     template_markers: tuple[str, ...]
     parser: Callable[[frozenset[str]], ToolParser]
     new_id: Callable[[], str] = _call_id
+    forced: Callable[[dict[str, object]], StructuredOutputs] | None = None
+
+
+HARMONY = Format("openai", (TEMPLATE_MARKER,), HarmonyCallParser, forced=forced_calls)
 
 
 FORMATS = (
     Format("mistral", ("[TOOL_CALLS]",), lambda names: MistralParser(), _short_id),
     Format("hermes", ("<tool_call>",), lambda names: HermesParser()),
     Format("llama3_json", ("<|python_tag|>", '{"name": function name, "parameters":'), Llama3Parser),
+    HARMONY,
 )
 
 
