@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from thinking_model import write_llama
@@ -24,24 +25,21 @@ def write_harmony_thinker(folder: Path) -> Path:
     Each token is followed by the next one of FIRST. Its attention sees whether there is an <|end|> among the tokens so
     far, which makes those of SECOND a little likelier where both have a token.
     """
-    import itertools
-
     import torch
 
     words = [token for token in (*FIRST, *SECOND) if token not in MARKERS]
     special = ["<s>", "</s>", *MARKERS]
-    with write_llama(folder, TEMPLATE, special=special, words=words, eos=("</s>", "<|return|>", "<|call|>")) as made:
-        model, number = made
+    made = write_llama(folder, TEMPLATE, special=special, words=words, eos=("</s>", "<|return|>", "<|call|>"))
+    with made as (model, number), torch.no_grad():
         attention = model.model.layers[0].self_attn
-        with torch.no_grad():
-            for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-                part.weight.zero_()
-            attention.v_proj.weight[0, number("<|end|>")] = 1.0
-            attention.o_proj.weight[_SEEN, 0] = 1.0
-            for token, following in itertools.pairwise(map(number, FIRST)):
-                model.lm_head.weight[following, token] = 2.0
-            for token, following in itertools.pairwise(map(number, SECOND)):
-                model.lm_head.weight[following, token] = 1.98
-            for token in ("final", "Four"):
-                model.lm_head.weight[number(token), _SEEN] = 0.5
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            part.weight.zero_()
+        attention.v_proj.weight[0, number("<|end|>")] = 1.0
+        attention.o_proj.weight[_SEEN, 0] = 1.0
+        for token, following in itertools.pairwise(map(number, FIRST)):
+            model.lm_head.weight[following, token] = 2.0
+        for token, following in itertools.pairwise(map(number, SECOND)):
+            model.lm_head.weight[following, token] = 1.98
+        for token in ("final", "Four"):
+            model.lm_head.weight[number(token), _SEEN] = 0.5
     return folder

@@ -25,10 +25,10 @@ def write_thinker(folder: Path) -> Path:
     import torch
 
     words = [token for token in SAID if token != "</s>"]
-    with write_llama(folder, TEMPLATE, special=["<s>", "</s>"], words=words, eos=("</s>",)) as (model, number):
-        with torch.no_grad():
-            for token, following in itertools.pairwise(map(number, SAID)):
-                model.lm_head.weight[following, token] = 2.0
+    made = write_llama(folder, TEMPLATE, special=["<s>", "</s>"], words=words, eos=("</s>",))
+    with made as (model, number), torch.no_grad():
+        for token, following in itertools.pairwise(map(number, SAID)):
+            model.lm_head.weight[following, token] = 2.0
     return folder
 
 

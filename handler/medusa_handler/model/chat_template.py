@@ -16,7 +16,6 @@ from medusa_runtime.bounded_json import count_values, parse_json
 from medusa_runtime.errors import json_kind
 
 from ..faults import ApiError
-from .harmony import TEMPLATE_MARKER, turns
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -56,6 +55,8 @@ class ChatTemplate:
                 "use /v1/completions, or put a chat_template.jinja beside its weights",
                 code="no_chat_template",
             )
+        from .harmony import TEMPLATE_MARKER, turns  # a millisecond, and only a chat needs it
+
         messages = _with_parsed_calls(self._with_known_roles(messages))
         if TEMPLATE_MARKER in self.source:
             messages = list(turns(messages))

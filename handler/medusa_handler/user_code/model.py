@@ -12,10 +12,10 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingPara
 from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
-from ..model.harmony import HarmonyReasoning, content_of, harmony_reasoning
 from ..model.structured_outputs import parse_structured_outputs
 
 if TYPE_CHECKING:
+    from ..model.harmony import HarmonyReasoning
     from ..model.served_model import ServedModel
 
 Prompt = str | Sequence[int]
@@ -57,6 +57,8 @@ class Model:
 
     def stream_chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Iterator[str]:
         """Yield the answer's text as it comes."""
+        from ..model.harmony import harmony_reasoning  # a millisecond, and only a chat needs it
+
         params = _params({"max_tokens": None, **sampling})
         template = self._served.chat_template(_is_disconnected())
         prompt = template.render(messages, {"add_generation_prompt": True})
@@ -93,6 +95,8 @@ class Model:
 
     def _stream_content(self, prompt: str, params: SamplingParams, harmony: HarmonyReasoning) -> Iterator[str]:
         """Yield the answer without its reasoning, in a format that cannot be read without its special tokens."""
+        from ..model.harmony import content_of
+
         form = params.structured_outputs and harmony.before(params.structured_outputs)
         params = dataclasses.replace(params, structured_outputs=form, skip_special_tokens=False)
         return content_of(self._stream(prompt, params, add_special_tokens=False), harmony)
