@@ -132,9 +132,15 @@ class StructuredOutputManagers:
         from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
         backend_guidance.validate_guidance_grammar = self._validate
-        _replace(backend_guidance, "serialize_guidance_grammar", self._serialize)
+        self._translate_tags()
         guided = self._validate_for_xgrammar if backend == _BACKEND else _as_before
         _replace(backend_xgrammar, "validate_xgrammar_grammar", guided)
+
+    def _translate_tags(self) -> None:
+        """Have vLLM's backend take structural tags, which forms with tags become here, too."""
+        from vllm.v1.structured_output import backend_guidance
+
+        _replace(backend_guidance, "serialize_guidance_grammar", self._serialize)
 
     def _serialize(self, before: Callable[..., Any], kind: Any, spec: Any, *flags: Any, **named: Any) -> str:
         """Return the grammar of llguidance for a form, as vLLM's function ``before`` does, also for structural tags."""
@@ -185,6 +191,7 @@ class StructuredOutputManagers:
             if not self._installed:
                 with without_torch_compile(), avoid_cache_folder():
                     self._install(core)
+                    self._translate_tags()
                 self._installed = True
 
     def prepare(self, core: Any, form: StructuredOutputs, wanted: Callable[[], bool]) -> None:

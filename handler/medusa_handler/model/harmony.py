@@ -300,7 +300,7 @@ def _read_header(head: str, *, names_author: bool) -> tuple[Kind, str]:
         return "call", name
     if channel == "analysis":
         return "reasoning", ""
-    return ("other" if name else "content"), ""
+    return ("other" if name and channel != "final" else "content"), ""
 
 
 def _held_from(text: str, start: int) -> int:

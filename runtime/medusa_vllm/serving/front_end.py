@@ -185,6 +185,9 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
         generation_config=arguments.generation_config,
         max_model_len=served.max_model_len,
     )
+    # In `vllm serve` both are one object. vLLM sets the parser of gpt-oss there, and its routes need it.
+    theirs, ours = arguments.structured_outputs_config, config.structured_outputs_config
+    theirs.reasoning_parser = theirs.reasoning_parser or ours.reasoning_parser
     served.limit_grammars(config.structured_outputs_config.backend)
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
     listens = served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
