@@ -2,7 +2,7 @@
 
 The weights are normally distributed with a standard deviation of 0.02. They are copied from one random block, from a
 different offset for each tensor, so that gigabytes are written at the speed of the disk. Norms are ones and biases
-zeros, so that logits stay finite.
+zeros, so that logits stay finite. MXFP4 has random values, of the same size.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.shapes import SHAPES, Shape, Tensor
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 DTYPES = {"bf16": ("BF16", "bfloat16", 2), "fp16": ("F16", "float16", 2), "fp32": ("F32", "float32", 4)}
 _BLOCK_ELEMENTS = 4_194_301  # a prime number: with one that rows divide, a large matrix has equal rows
+_SCALE = 120  # of MXFP4: 2 to the power of -7
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -65,7 +66,7 @@ def write(shape: Shape, out: Path, shard_size: int, dtype: str, seed: int) -> in
     for number, shard in enumerate(shards, 1):
         with (out / shard_name(number, len(shards))).open("wb") as file:
             write_shard(file, shard, code, width, blocks)
-    total_bytes = sum(tensor.elements * width for shard in shards for tensor in shard)
+    total_bytes = sum(size_of(tensor, width) for shard in shards for tensor in shard)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": total_bytes},
@@ -82,16 +83,21 @@ def shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
+def size_of(tensor: Tensor, width: int) -> int:
+    """Return the bytes of a tensor in a checkpoint whose floats have ``width`` bytes."""
+    return tensor.elements * (1 if tensor.kind in ("blocks", "scales") else width)
+
+
 def split(tensors: Iterator[Tensor], shard_size: int, width: int) -> Iterator[list[Tensor]]:
     """Distribute the tensors over shards, in order. A tensor larger than ``shard_size`` gets a shard of its own."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:
-        if shard and filled + tensor.elements * width > shard_size:
+        if shard and filled + size_of(tensor, width) > shard_size:
             yield shard
             shard, filled = [], 0
         shard.append(tensor)
-        filled += tensor.elements * width
+        filled += size_of(tensor, width)
     yield shard
 
 
@@ -99,8 +105,9 @@ def write_shard(file: BinaryIO, tensors: list[Tensor], code: str, width: int, bl
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for tensor in tensors:
-        start, stop = stop, stop + tensor.elements * width
-        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start, stop = stop, stop + size_of(tensor, width)
+        dtype = "U8" if tensor.kind in ("blocks", "scales") else code
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data section to 8 bytes
     file.write(struct.pack("<Q", len(text)) + text)
@@ -126,13 +133,15 @@ class Blocks:
             "normal": as_bytes(torch.randn(_BLOCK_ELEMENTS, generator=generator) * 0.02),
             "ones": as_bytes(torch.ones(_BLOCK_ELEMENTS // 64)),
             "zeros": as_bytes(torch.zeros(_BLOCK_ELEMENTS // 64)),
+            "blocks": memoryview(bytearray(torch.randint(256, (_BLOCK_ELEMENTS,), generator=generator).byte().numpy())),
+            "scales": memoryview(bytes([_SCALE]) * (_BLOCK_ELEMENTS // 64)),
         }
 
     def of(self, tensor: Tensor, width: int) -> Iterator[memoryview]:
         block = self._kinds[tensor.kind]
         # The offset depends only on the name. So no two layers are equal, and each run writes the same bytes.
         at = zlib.crc32(tensor.name.encode()) % (len(block) // width) * width
-        left = tensor.elements * width
+        left = size_of(tensor, width)
         while left:
             piece = block[at : at + left]
             yield piece

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["normal", "ones", "zeros"]
+# The last two are of bytes, whatever the checkpoint's dtype: values of MXFP4 and their scales.
+Kind = Literal["normal", "ones", "zeros", "blocks", "scales"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model. ``family`` is the ``model_type`` of config.json, and ``extra`` more keys for that file."""
+    """The shape of a model. ``family`` is the ``model_type`` of config.json, and ``extra`` more keys for that file.
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "falcon"]
+    Of ``experts``, ``chosen`` compute each token.
+    """
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "falcon", "gpt_oss"]
     layers: int
     hidden: int
     intermediate: int
@@ -35,11 +39,14 @@ class Shape:
     tied: bool = False
     head_dim: int | None = None
     context: int = 4096
+    experts: int = 0
+    chosen: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors in execution order, with the names that transformers gives them."""
-        return {"opt": self._opt, "falcon": self._falcon}.get(self.family, self._llama)()
+        own = {"opt": self._opt, "falcon": self._falcon, "gpt_oss": self._gpt_oss}
+        return own.get(self.family, self._llama)()
 
     def config(self) -> dict[str, Any]:
         common = {"model_type": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers}
@@ -59,6 +66,12 @@ class Shape:
             own = {"architectures": ["FalconForCausalLM"], "multi_query": True, "parallel_attn": True, "bias": False}
             own |= {"new_decoder_architecture": False, "alibi": False, "ffn_hidden_size": self.intermediate}
             own |= {"layer_norm_epsilon": 1e-5, "max_position_embeddings": self.context}
+        elif self.family == "gpt_oss":
+            own = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+            own |= {"num_local_experts": self.experts, "num_experts_per_tok": self.chosen, "sliding_window": 128}
+            own |= {"intermediate_size": self.intermediate, "num_key_value_heads": self.kv_heads}
+            own |= {"head_dim": self.head_dim, "max_position_embeddings": self.context, "rms_norm_eps": 1e-5}
+            own |= {"rope_theta": 150000, "rope_scaling": _GPT_OSS_ROPE, "attention_bias": True, "pad_token_id": 1}
         else:
             own = {
                 "architectures": [f"{self.family.capitalize()}ForCausalLM"],
@@ -95,6 +108,30 @@ class Shape:
         yield Tensor("model.norm.weight", (self.hidden,), "ones")
         if not self.tied:
             yield Tensor("lm_head.weight", (self.vocabulary, self.hidden))
+
+    def _gpt_oss(self) -> Iterator[Tensor]:
+        head_dim = self.head_dim or self.hidden // self.heads
+        projections = {
+            "gate_up_proj": (2 * self.intermediate, self.hidden),
+            "down_proj": (self.hidden, self.intermediate),
+        }
+        yield Tensor("model.embed_tokens.weight", (self.vocabulary, self.hidden))
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield Tensor(f"{at}.input_layernorm.weight", (self.hidden,), "ones")
+            yield Tensor(f"{at}.self_attn.sinks", (self.heads,))
+            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                yield from _linear(f"{at}.self_attn.{name}_proj", heads * head_dim, self.hidden)
+            yield from _linear(f"{at}.self_attn.o_proj", self.hidden, self.heads * head_dim)
+            yield Tensor(f"{at}.post_attention_layernorm.weight", (self.hidden,), "ones")
+            yield from _linear(f"{at}.mlp.router", self.experts, self.hidden)
+            for name, (rows, columns) in projections.items():
+                blocks = (self.experts, rows, columns // 32)
+                yield Tensor(f"{at}.mlp.experts.{name}_blocks", (*blocks, 16), "blocks")
+                yield Tensor(f"{at}.mlp.experts.{name}_scales", blocks, "scales")
+                yield Tensor(f"{at}.mlp.experts.{name}_bias", blocks[:2], "zeros")
+        yield Tensor("model.norm.weight", (self.hidden,), "ones")
+        yield Tensor("lm_head.weight", (self.vocabulary, self.hidden))
 
     def _opt(self) -> Iterator[Tensor]:
         yield Tensor("model.decoder.embed_tokens.weight", (self.vocabulary, self.hidden))
@@ -136,6 +173,8 @@ def _linear(name: str, rows: int, columns: int) -> Iterator[Tensor]:
 
 _LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
 SHAPES = {
     # Made for the benchmarks and tests, with their sizes in bf16.
@@ -147,6 +186,9 @@ SHAPES = {
     "tiny-qwen3": Shape("qwen3", 2, 64, 160, 4, 2, 384, head_dim=32),
     "tiny-opt": Shape("opt", 2, 64, 256, 4, 4, 384, tied=True, context=128),
     "tiny-falcon": Shape("falcon", 2, 64, 256, 4, 1, 384, tied=True),
+    "tiny-gpt-oss": Shape("gpt_oss", 2, 64, 96, 4, 2, 384, head_dim=16, context=256, experts=4, chosen=2),
+    # four of the layers of the one with 20 billion parameters, and fewer tokens in its vocabulary
+    "gpt-oss-4l": Shape("gpt_oss", 4, 2880, 2880, 64, 8, 32768, head_dim=64, context=131072, experts=32, chosen=4),
     # Real ones, by the sizes in their published config.json.
     "llama-1b": Shape(
         "llama", 16, 2048, 8192, 32, 8, 128256, tied=True, head_dim=64, context=131072,
@@ -172,4 +214,6 @@ SHAPES = {
     "opt-125m": Shape("opt", 12, 768, 3072, 12, 12, 50272, tied=True, context=2048),
     "opt-1.3b": Shape("opt", 24, 2048, 8192, 32, 32, 50272, tied=True, context=2048),
     "falcon-7b": Shape("falcon", 32, 4544, 18176, 71, 1, 65024, tied=True, context=2048),
+    "gpt-oss-20b": Shape("gpt_oss", 24, 2880, 2880, 64, 8, 201088, head_dim=64, context=131072, experts=32, chosen=4),
+    "gpt-oss-120b": Shape("gpt_oss", 36, 2880, 2880, 64, 8, 201088, head_dim=64, context=131072, experts=128, chosen=4),
 }  # fmt: skip

@@ -9,13 +9,18 @@ import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 
 def main() -> None:
     folder, prompt, max_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    # Without a GPU, or kernels from the hub, transformers computes with the floats that MXFP4 stands for.
+    is_mxfp4 = (
+        AutoConfig.from_pretrained(folder).to_dict().get("quantization_config", {}).get("quant_method") == "mxfp4"
+    )
+    more = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
     model.generation_config.eos_token_id = None
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
