@@ -223,6 +223,10 @@ GATED = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "OPTForCausalLM": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2")),
     "FalconForCausalLM": ({}, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+    "GptOssForCausalLM": (
+        {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ),
     "GemmaForCausalLM": ({"head_dim": 8, "num_key_value_heads": 2}, LLAMA_TARGETS),  # from here on by transformers
     "Phi3ForCausalLM": ({"pad_token_id": 0}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "GPTNeoXForCausalLM": ({}, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
