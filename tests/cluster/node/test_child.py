@@ -185,6 +185,21 @@ subprocess.Popen([sys.executable, "-m", "medusa_cluster.node.processes.guard", *
         until_gone(orphan, *pids)
 
 
+def test_a_guard_gives_no_time_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """Its command gets no SIGTERM: it might be killed in the midst of what it does then."""
+    asked = tmp_path / "asked"
+    command = f"trap 'touch {asked}' TERM; echo up; while :; do sleep 0.1; done"
+    guard = [sys.executable, "-m", "medusa_cluster.node.processes.guard", "sh", "-c", command]
+    code = f"import subprocess; subprocess.Popen({guard!r}).wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        assert parent.stdout.readline() == "up\n"
+        pids = descendants(parent.pid)
+        parent.kill()
+        until_gone(*pids)
+    assert not asked.exists()
+
+
 def test_a_guard_passes_the_status_on() -> None:
     with _guarded(sys.executable, "-c", "import sys; sys.exit(7)") as guard:
         assert guard.wait(120) == 7

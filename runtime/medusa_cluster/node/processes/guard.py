@@ -40,10 +40,14 @@ def main(command: Sequence[str]) -> int:
     while True:
         received = signal.sigwait(WAITED_FOR)
         if received != signal.SIGCHLD:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
+            # Once the parent is dead, the keeper may kill what is left at any moment. Ray's GCS, killed just after its
+            # raylet has unregistered, has stored that the node is dead, but not that the node's actors are. When it
+            # starts again, it takes them for alive and never replaces them.
+            if os.getppid() == parent:
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_S)
             end_children()
             return 128 + received
         if process.poll() is not None:
