@@ -36,15 +36,18 @@ def waited_s(pid: int) -> float:
 class Unloaded:
     """Seconds since it was made, without those in which the watcher or this test waited for a CPU.
 
-    So the time does not depend on what else the machine does.
+    So the time does not depend on what else the machine does. A watcher that has ended has waited for as long as the
+    last call before its end found: call ``passed_s`` again and again while that is awaited.
     """
 
     def __init__(self, watcher: int) -> None:
-        self._watcher = watcher
+        self._watcher, self._watcher_waited = watcher, 0.0
         self._began, self._waited = time.monotonic(), self._waits()
 
     def _waits(self) -> float:
-        return waited_s(self._watcher) + waited_s(os.getpid())
+        with contextlib.suppress(FileNotFoundError):
+            self._watcher_waited = waited_s(self._watcher)
+        return self._watcher_waited + waited_s(os.getpid())
 
     def passed_s(self) -> float:
         return time.monotonic() - self._began - (self._waits() - self._waited)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from cluster_nodes import ClusterNode
 from gateway_fixtures import MODEL, NAME, GatewayProcess, Stream
 from medusa_cluster.json_lines import call
+from medusa_runtime.errors import NoControllerError
 from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -173,14 +175,24 @@ def test_what_serves_no_request_may_die(
     assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 8, **ASKED})[0] == 200
     stream = Stream(gateway, "/v1/completions", ASKED | {"max_tokens": 480})
     stream.take(3)
-    head.kill(victim)
+    killed = head.kill(victim)
     stream.rest()
     assert stream.error is None
     assert stream.texts()[0] == expected(480)
     status, answer = gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})
     assert status == 200, answer
     assert answer["choices"][0]["text"] == expected(60)
+    # The controller outlives the GCS for a moment, and ends with it.
+    until(lambda: [pid for pid, name in head.processes().items() if name.startswith(victim) and pid != killed])
+    until(lambda: _has_controller(head), head.output)
     until(lambda: gateway.metric("medusa_gateway_controller_away_seconds") == 0, gateway.output)
+
+
+def _has_controller(node: ClusterNode) -> bool:
+    with contextlib.suppress(NoControllerError):
+        node.call("routes")
+        return True
+    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
