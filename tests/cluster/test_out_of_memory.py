@@ -108,6 +108,8 @@ class Limited:
         until(lambda: not any(self.ask(name, "status")["instances"] for name in self.nodes), self.output)
         for name in self.nodes:
             until(lambda name=name: self.dropped(name), self.output)
+        # A controller that has not seen it yet would have the other node read from a copy that is gone.
+        until(lambda: not any(node["models"] for node in self.call("status")["nodes"]), self.output)
 
     def dropped(self, name: str) -> bool:
         """Have a node drop the model; it refuses for as long as something uses it."""
