@@ -148,6 +148,7 @@ class ClusterNode:
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))))
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
