@@ -40,6 +40,9 @@ INLINE void widen_numbers(const void *numbers, long at, long count, int dtype, f
         to[i] = number_at(numbers, at + i, dtype);
 }
 
+/* Bytes of a scale. */
+INLINE long scale_bytes(const struct codes *codes) { return codes->scale_dtype == E8M0 ? 1 : size_of(codes->scale_dtype); }
+
 /* Read the numbers of the groups [first, first + count) of a row. line is where the scales of the row begin. */
 static __attribute__((noinline)) void read_numbers(const struct codes *codes, long line, long first, long count, float *scale, float *zero)
 {

@@ -278,13 +278,16 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
 {
     vf acc[MAX_ROWS][TILE_COLS];
     struct numbers numbers[TILE_COLS];
-    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8, wide = codes->wide, first = begin / wide;
+    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8, wide = codes->wide;
     const long ahead = (1 + AHEAD / (TILE_COLS * row_bytes)) * TILE_COLS * row_bytes;
+    const long first = begin / wide, groups_here = (begin + depth - 1) / wide - first + 1;
     const uint8_t *values = row_of(codes, row) + begin * bits / 8;
 #pragma GCC unroll 8
     for (int c = 0; c < TILE_COLS; c++) {
-        read_numbers(codes, line_of(codes, row + c), first, (begin + depth - 1) / wide - first + 1, numbers[c].scale,
-                     numbers[c].zero);
+        const char *scales = (const char *)codes->scale + line_of(codes, row + c + 2 * TILE_COLS) * scale_bytes(codes);
+        for (long at = 0; at < groups_here * scale_bytes(codes); at += LINE) /* those of the tile after the next */
+            PREFETCH(scales + first * scale_bytes(codes) + at, 3);
+        read_numbers(codes, line_of(codes, row + c), first, groups_here, numbers[c].scale, numbers[c].zero);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
             acc[r][c] = ZERO();
