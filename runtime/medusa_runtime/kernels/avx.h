@@ -24,11 +24,9 @@ typedef __m512i vi;
 #define SUB(a, b) _mm512_sub_ps(a, b)
 #define OR(a, b) _mm512_or_si512(a, b)
 #define SHIFT_LEFT(v, bits) _mm512_slli_epi32(v, bits)
-#define AS_INT(v) _mm512_castps_si512(v)
 #define TO_FLOAT(v) _mm512_cvtepi32_ps(v)
 #define WIDEN_SIGNED(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDEN_UNSIGNED(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define ALL_IF_EQUAL(a, b) _mm512_maskz_set1_epi32(_mm512_cmpeq_epi32_mask(a, b), -1)
 #define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))))
 /* LANES nibbles, with others above them. */
 INLINE vi nibbles(const void *p)
@@ -55,6 +53,34 @@ INLINE vi nibbles_16(const void *p)
 /* The same as PICK, 32 elements of bf16. Five bits of each place count, so a table has its 16 elements twice. */
 #define BF16_TABLE(v) TO_BF16(v, v)
 #define PICK_BF16(table, places) _mm512_permutexvar_epi16(places, table)
+/* A table of 128 elements of bf16: their low bytes, and their high ones. */
+struct wide_table {
+    vi low[2], high[2];
+};
+INLINE struct wide_table wide_table(const vi elements[4])
+{
+    const vi counted = _mm512_setr_epi64(0x0e0c0a0806040200, 0x1e1c1a1816141210, 0x2e2c2a2826242220, 0x3e3c3a3836343230,
+                                         0x4e4c4a4846444240, 0x5e5c5a5856545250, 0x6e6c6a6866646260, 0x7e7c7a7876747270);
+    const vi odd = _mm512_or_si512(counted, _mm512_set1_epi8(1));
+    struct wide_table found;
+    for (int i = 0; i < 2; i++) {
+        found.low[i] = _mm512_permutex2var_epi8(elements[2 * i], counted, elements[2 * i + 1]);
+        found.high[i] = _mm512_permutex2var_epi8(elements[2 * i], odd, elements[2 * i + 1]);
+    }
+    return found;
+}
+/* The elements at 32 places. The highest bit of each place negates the element. */
+INLINE vi pick_signed(const struct wide_table *table, const void *places)
+{
+    const vi twice = _mm512_setr_epi64(0x0303020201010000, 0x0707060605050404, 0x0b0b0a0a09090808, 0x0f0f0e0e0d0d0c0c,
+                                       0x1313121211111010, 0x1717161615151414, 0x1b1b1a1a19191818, 0x1f1f1e1e1d1d1c1c);
+    const vi bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)places));
+    const vi each = _mm512_permutexvar_epi8(twice, bytes);
+    const vi high = _mm512_mask2_permutex2var_epi8(table->high[0], each, 0xaaaaaaaaaaaaaaaa, table->high[1]);
+    const vi both = _mm512_mask2_permutex2var_epi8(table->low[0], high, 0x5555555555555555, table->low[1]);
+    return _mm512_ternarylogic_epi32(both, each, _mm512_set1_epi16((short)0x8000), 0x78); /* both ^ (each & sign) */
+}
+#define PICK_SIGNED(table, places) pick_signed(table, places)
 #endif
 #else
 #define LANES 8
@@ -82,11 +108,9 @@ static inline float sum_avx2(__m256 v)
 #define SUB(a, b) _mm256_sub_ps(a, b)
 #define OR(a, b) _mm256_or_si256(a, b)
 #define SHIFT_LEFT(v, bits) _mm256_slli_epi32(v, bits)
-#define AS_INT(v) _mm256_castps_si256(v)
 #define TO_FLOAT(v) _mm256_cvtepi32_ps(v)
 #define WIDEN_SIGNED(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define WIDEN_UNSIGNED(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
-#define ALL_IF_EQUAL(a, b) _mm256_cmpeq_epi32(a, b)
 /* LANES nibbles, with others above them. */
 INLINE vi nibbles(const void *p)
 {

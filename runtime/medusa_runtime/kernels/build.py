@@ -23,7 +23,7 @@ FLAGS = (
 # Each object has its own instruction set, and the choice is made when the library runs: never use -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
-AVX512_BF16 = (*AVX512, "-mavx512bw", "-mavx512vl", "-mavx512bf16")
+AVX512_BF16 = (*AVX512, "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi")
 NEON_BF16 = ("-march=armv8.2-a+bf16",)
 OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (

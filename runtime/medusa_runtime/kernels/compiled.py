@@ -19,8 +19,7 @@ def native_kernels() -> native.NativeKernels | str:
     try:
         if "asimd" in features:
             return native.NativeKernels(128, bf16_dots="bf16" in features)
-        bf16_dots = features >= {"avx512_bf16", "avx512bw", "avx512vl"}
-        return native.NativeKernels(512 if "avx512f" in features else 256, bf16_dots=bf16_dots)
+        return native.NativeKernels(512 if "avx512f" in features else 256, bf16_dots=features >= cpu.AVX512_DOTS)
     except native.UnavailableError as error:
         return f"no compiled kernel ({error})"
 

@@ -16,6 +16,7 @@ FAST_IN_TORCH = {
 }
 # Dot products of bf16, which our kernels use, too.
 DOTS = frozenset({"avx512_bf16", "bf16"})
+AVX512_DOTS = frozenset({"avx512_bf16", "avx512bw", "avx512vl", "avx512vbmi"})  # what our kernels need for them
 _AARCH64 = os.uname().machine == "aarch64"
 NEEDED = frozenset({"asimd"}) if _AARCH64 else frozenset({"avx2", "fma", "f16c"})
 # From Linux's <asm/hwcap.h> for aarch64: the entry of the auxiliary vector, the bit, and the name in /proc/cpuinfo.

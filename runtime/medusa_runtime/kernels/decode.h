@@ -40,11 +40,9 @@ INLINE void widen_numbers(const void *numbers, long at, long count, int dtype, f
         to[i] = number_at(numbers, at + i, dtype);
 }
 
-/* Bytes of a scale. */
-INLINE long scale_bytes(const struct codes *codes) { return codes->scale_dtype == E8M0 ? 1 : size_of(codes->scale_dtype); }
-
 /* Read the numbers of the groups [first, first + count) of a row. line is where the scales of the row begin. */
-static __attribute__((noinline)) void read_numbers(const struct codes *codes, long line, long first, long count, float *scale, float *zero)
+static __attribute__((noinline)) void read_numbers(const struct codes *codes, long line, long first, long count,
+                                                   float *scale, float *zero)
 {
     widen_numbers(codes->scale, line + first, count, codes->scale_dtype, scale);
     if (codes->zero && !codes->one_zero) {
@@ -55,6 +53,17 @@ static __attribute__((noinline)) void read_numbers(const struct codes *codes, lo
     for (long i = 0; i < count; i++)
         zero[i] = one;
 }
+
+#ifdef PICK_SIGNED
+#define UP_TO_14(unit) 8 * unit, 9 * unit, 10 * unit, 11 * unit, 12 * unit, 13 * unit, 14 * unit
+#define TWO_OCTAVES(unit) UP_TO_14(unit), 15 * unit, UP_TO_14(2 * unit), 15 * 2 * unit
+/* Those without a sign. */
+static const float e4m3_values[128] = {
+    0, 0x1p-9f, 0x2p-9f, 0x3p-9f, 0x4p-9f, 0x5p-9f, 0x6p-9f, 0x7p-9f, TWO_OCTAVES(0x1p-9f), TWO_OCTAVES(0x1p-7f),
+    TWO_OCTAVES(0x1p-5f), TWO_OCTAVES(0x1p-3f), TWO_OCTAVES(0x1p-1f), TWO_OCTAVES(0x1p1f), TWO_OCTAVES(0x1p3f),
+    UP_TO_14(0x1p5f), __builtin_nanf(""),
+};
+#endif
 
 static const float e2m1_values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
@@ -146,19 +155,22 @@ INLINE vf values_at(const uint8_t *row, long at, const int packing)
         const vi nibble = nibbles(row + at / 2), sign = SHIFT_LEFT(AND(nibble, SPLAT_INT(8)), 28);
         return MUL(AS_FLOAT(OR(sign, SHIFT_LEFT(AND(nibble, SPLAT_INT(7)), 22))), SPLAT(0x1p126f));
     }
-    const vi bytes = WIDEN_UNSIGNED(row + at);
     if (packing == UNSIGNED)
-        return TO_FLOAT(bytes);
-    /* E4M3: the same bits as in fp32, whose exponent has another bias. There is no infinity, and all bits of a size are NaN. */
-    const vi size = AND(bytes, SPLAT_INT(0x7f)), sign = SHIFT_LEFT(AND(bytes, SPLAT_INT(0x80)), 24);
-    const vf value = MUL(AS_FLOAT(OR(sign, SHIFT_LEFT(size, 20))), SPLAT(0x1p120f));
-    return AS_FLOAT(OR(AS_INT(value), AND(ALL_IF_EQUAL(size, SPLAT_INT(0x7f)), SPLAT_INT(0x7fc00000))));
+        return TO_FLOAT(WIDEN_UNSIGNED(row + at));
+    /* E4M3: the same bits as in fp32, whose exponent has another bias. There is no infinity. What looks like 480 is NaN: times
+     * this factor it is infinite, and 448 is not. */
+    const vi bits = AND(SHIFT_LEFT(WIDEN_SIGNED(row + at), 20), SPLAT_INT((int)0x87f00000u));
+    const vf value = MUL(AS_FLOAT(bits), SPLAT(0x1p120f));
+    return FMA(MUL(value, SPLAT(0x1.2p119f)), ZERO(), value);
 }
 
 /* What the values of one group are turned into floats by. */
 struct group {
     vf zero, factor, table; /* the table has the float of each nibble, where PICK is */
     vi narrow_table;        /* the same in bf16, where PICK_BF16 is */
+#ifdef PICK_SIGNED
+    struct wide_table wide; /* has the float of each byte of E4M3 in bf16 */
+#endif
 };
 
 INLINE struct group group_of(float scale, float zero, const int packing)
@@ -174,6 +186,15 @@ INLINE struct group group_of(float scale, float zero, const int packing)
     if (BITS(packing) == 4)
         found.narrow_table = BF16_TABLE(found.table);
 #endif
+#ifdef PICK_SIGNED
+    if (packing == E4M3) {
+        vi elements[4];
+        for (int i = 0; i < 4; i++)
+            elements[i] = TO_BF16(MUL(LOAD(e4m3_values + i * STEP), found.factor),
+                                  MUL(LOAD(e4m3_values + i * STEP + LANES), found.factor));
+        found.wide = wide_table(elements);
+    }
+#endif
     (void)packing;
     return found;
 }
@@ -185,6 +206,8 @@ INLINE vf floats_at(const struct group *group, const uint8_t *row, long at, cons
     if (BITS(packing) == 4)
         return PICK(group->table, nibbles(row + at / 2));
 #endif
+    if (packing >= E4M3) /* has no zeros */
+        return MUL(values_at(row, at, packing), group->factor);
     return MUL(SUB(values_at(row, at, packing), group->zero), group->factor);
 }
 
@@ -195,6 +218,10 @@ INLINE vi bf16_at(const struct group *group, const uint8_t *row, long at, const 
 #ifdef PICK_BF16
     if (BITS(packing) == 4)
         return PICK_BF16(group->narrow_table, nibbles_16(row + at / 2));
+#endif
+#ifdef PICK_SIGNED
+    if (packing == E4M3)
+        return PICK_SIGNED(&group->wide, row + at);
 #endif
     return TO_BF16(floats_at(group, row, at, packing), floats_at(group, row, at + LANES, packing));
 }
@@ -220,13 +247,17 @@ INLINE void decode_group(const struct group *group, const uint8_t *row, long at,
 INLINE int has_steps(const struct codes *codes)
 {
     const int packing = codes->packing;
-    return codes->wide % STEP == 0 && !codes->group_of && (packing <= UNSIGNED || packing == NIBBLES || packing >= E4M3);
+    return codes->wide % STEP == 0 && !codes->group_of &&
+           (packing <= UNSIGNED || packing == NIBBLES || (packing >= E4M3 && !codes->zero));
 }
 
 INLINE const uint8_t *row_of(const struct codes *codes, long row)
 {
     return (const uint8_t *)codes->values + row * codes->columns * BITS(codes->packing) / 8;
 }
+
+/* Bytes of a scale. */
+INLINE long scale_bytes(const struct codes *codes) { return codes->scale_dtype == E8M0 ? 1 : size_of(codes->scale_dtype); }
 
 /* Where the scales of a row begin. */
 INLINE long line_of(const struct codes *codes, long row) { return row / codes->high * codes->scale_columns; }

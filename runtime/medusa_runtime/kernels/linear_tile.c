@@ -342,23 +342,27 @@ typedef void (*coded_fn)(const struct codes *, const char *x, long row, long beg
     {                                                                                                                          \
         coded_tile(codes, x, row, begin, depth, sums, sums_stride, packing, rows);                                             \
     }
-#if MAX_ROWS == 8
-#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6) f(packing, 7) f(packing, 8)
-#elif MAX_ROWS == 6
-#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6)
-#elif MAX_ROWS == 5
-#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5)
-#else
-#define OF_ROWS(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4)
-#endif
 #define CODED_NAME(packing, rows) coded_##packing##_##rows,
-OF_ROWS(CODED, NIBBLES)
-OF_ROWS(CODED, E2M1)
-OF_ROWS(CODED, SIGNED)
+/* Apply a macro to a packing with each number of rows that one tile may have. */
+#if MAX_ROWS == 8
+#define EACH(f, packing)                                                                                                       \
+    f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6) f(packing, 7) f(packing, 8)
+#elif MAX_ROWS == 6
+#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6)
+#elif MAX_ROWS == 5
+#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5)
+#else
+#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4)
+#endif
+EACH(CODED, SIGNED)
+EACH(CODED, NIBBLES)
+EACH(CODED, E4M3)
+EACH(CODED, E2M1)
 static const coded_fn coded_tiles[][MAX_ROWS] = {
-    [NIBBLES] = {OF_ROWS(CODED_NAME, NIBBLES)},
-    [E2M1] = {OF_ROWS(CODED_NAME, E2M1)},
-    [SIGNED] = {OF_ROWS(CODED_NAME, SIGNED)},
+    [SIGNED] = {EACH(CODED_NAME, SIGNED)},
+    [NIBBLES] = {EACH(CODED_NAME, NIBBLES)},
+    [E4M3] = {EACH(CODED_NAME, E4M3)},
+    [E2M1] = {EACH(CODED_NAME, E2M1)},
 };
 
 /* Multiply all rows of x by as many of the weight rows [col, col + cols) as are whole tiles, and return how many. */
@@ -370,7 +374,7 @@ static long multiply_coded_tiles(const struct linear_job *job, float *sums, long
     if (!tile || job->depth % STEP || !has_steps(codes))
         return 0;
     const long whole = cols / TILE_COLS * TILE_COLS;
-    /* Of x as much at a time as stays in the first-level cache: then weights are read row by row. */
+    /* As much of x at a time as the first-level cache holds, so that weights are read as they lie. */
     const long span = (1 + 32768 / (job->rows * piece * item)) * piece;
     for (long from = 0; from < job->depth; from += span)
         for (long c = 0; c < whole; c += TILE_COLS)

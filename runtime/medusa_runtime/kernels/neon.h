@@ -24,9 +24,7 @@ typedef uint32x4_t vi;
 #define SUB(a, b) vsubq_f32(a, b)
 #define OR(a, b) vorrq_u32(a, b)
 #define SHIFT_LEFT(v, bits) vshlq_n_u32(v, bits)
-#define AS_INT(v) vreinterpretq_u32_f32(v)
 #define TO_FLOAT(v) vcvtq_f32_s32(vreinterpretq_s32_u32(v))
-#define ALL_IF_EQUAL(a, b) vceqq_u32(a, b)
 static inline uint8x8_t four_bytes(const void *p)
 {
     uint32_t word;

@@ -148,7 +148,8 @@ def test_products_with_quantized_weights(
 ) -> None:
     cols, depth, per_byte = 37, 2080, 2 if packing == "nibbles" else 1
     values = made(image, cols, depth // per_byte, dtype=torch.float32).abs().mul(40).to(torch.uint8).clamp(max=120)
-    scale, zero = made(image, cols, depth // 32, dtype=torch.float32), made(image, 1, 1, dtype=torch.float32)
+    scale = made(image, cols, depth // 32, dtype=torch.bfloat16)
+    zero = None if packing == "fp8" else made(image, 1, 1, dtype=torch.float32)
     number = {"int8": 0, "nibbles": 3, "fp8": 7}[packing]
     codes = native.StoredCodes(image.place(values), scale, shape=(cols, depth), packing=number, size=(1, 32), zero=zero)
     part = native._Part(cols=cols, codes=ctypes.addressof(image.place(codes._struct)))

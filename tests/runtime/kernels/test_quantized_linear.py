@@ -75,6 +75,12 @@ FORMS: dict[str, Callable[[int, int], Codes]] = {
         words(rows, columns // 8), fractions(rows, columns // 8), zeros(rows, columns // 8), "across", 4
     ),
     "fp8": lambda rows, columns: Codes(eights(rows, columns), fractions(rows, 1)),
+    "fp8-squares": lambda rows, columns: Codes(
+        eights(rows, columns), fractions(-(-rows // 16), -(-columns // 32)) - 1 / 128, block=(16, 32)
+    ),
+    "fp8-zeros": lambda rows, columns: Codes(
+        eights(rows, columns), fractions(rows, columns // 32), integers(rows, columns // 32, -9, 9)
+    ),
     "fp8-blocks": lambda rows, columns: Codes(
         eights(rows, columns), fractions(-(-rows // 48), -(-columns // 40)), block=(48, 40)
     ),
@@ -301,6 +307,15 @@ def test_what_no_kernel_multiplies_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     assert Codes(words(8, 4), fractions(8, 1)).kept(torch.float32) is None
     monkeypatch.setattr(codes, "native_kernels", lambda: "no compiled kernel")
     assert made.kept(torch.float32) is None
+
+
+def test_a_float_of_8_bits_that_is_not_a_number(used: native.NativeKernels) -> None:
+    values = eights(8, 64).view(torch.uint8)
+    values[2, 40], values[7, 3] = 0x7F, 0xFF
+    weight = kept(Codes(values.view(torch.float8_e4m3fn), fractions(8, 1)))
+    for rows, dtype in itertools.product((1, 20), DTYPES):
+        found = used.products(torch.rand(rows, 64).to(dtype), (weight,), (None,))
+        assert found.isnan().nonzero()[:, 1].tolist() == [2, 7] * rows
 
 
 def test_each_float_of_8_bits(used: native.NativeKernels) -> None:
