@@ -13,8 +13,10 @@ import pytest
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_handler.model.harmony import HarmonyParser, HarmonyReasoning, content_of, harmony_reasoning, turns
+from medusa_handler.openai.answer import Choice
+from medusa_handler.openai.responses.output import Output
 from medusa_handler.openai.tools.formats import HarmonyCallParser, format_of
-from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.engine.base import Delta, StructuredOutputs
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -131,6 +133,41 @@ def test_fuzzed_text_of_a_model() -> None:
         assert read(text) == whole
         assert read(text[at : at + 7] for at in range(0, len(text), 7)) == whole
         assert read([text[:9], *text[9:]], f"{NEXT}{FINAL}") == read([text], f"{NEXT}{FINAL}")
+
+    seeds = [text.encode() for text, *_ in TEXTS]
+    fuzz(st.lists(st.sampled_from(MARKUP), max_size=20).map("".join).map(str.encode), check, seeds)
+
+
+def items(pieces: Iterable[str], parallel: bool) -> list[tuple[str, ...]]:
+    """What the items of a response say that comes in pieces. Its events are those of its items."""
+    output = Output(HarmonyCallParser(frozenset("t")), parallel=parallel, alternatives=None)
+    choice, events = Choice(HarmonyParser("")), []
+    for text, reason in [*((piece, None) for piece in pieces), ("", "stop")]:
+        choice.add(Delta("x", text, (1,), finish_reason=reason))
+        events += output.add(choice)
+        choice.forget()
+    events += output.finish("completed")
+    deltas = dict.fromkeys((item["id"] for item in output.items), "")
+    for event in events:
+        if event["type"].endswith(".delta"):
+            deltas[event["item_id"]] += event["delta"]
+    found = []
+    for item in output.items:
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert deltas[item["id"]] == text
+        found.append((item["type"], item.get("name", ""), text))
+    return found
+
+
+def test_fuzzed_text_in_a_response() -> None:
+    """The items of a response, and their order, do not depend on the pieces in which it comes."""
+
+    def check(data: bytes) -> None:
+        text = data.decode(errors="replace")
+        for parallel in (True, False):
+            whole = items([text], parallel)
+            assert items(text, parallel) == whole
+            assert items((text[at : at + 5] for at in range(0, len(text), 5)), parallel) == whole
 
     seeds = [text.encode() for text, *_ in TEXTS]
     fuzz(st.lists(st.sampled_from(MARKUP), max_size=20).map("".join).map(str.encode), check, seeds)
