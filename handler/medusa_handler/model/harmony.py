@@ -141,7 +141,7 @@ class MessageScanner:
         self._found.append(Piece("content", text))
 
     def _give_up_header(self) -> None:
-        """Drop a header that has no message. If it is longer than any header, it is text."""
+        """Drop a header that has no message. If it is longer than any header, it is text, as is space alone."""
         head, first = "".join(self._head), self._last is None
         words = [word for word in _OF_HEADERS.sub(" ", head).split() if not word.startswith(_TO)]
         if len(words) > _MOST_WORDS + self._names_author or (first and head and not self._in_header):
@@ -262,10 +262,11 @@ def turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         turn = {name: value for name, value in message.items() if name not in ("thinking", "tool_calls")}
         calls = message.get("tool_calls")
         calls = calls if isinstance(calls, list) else []
-        thinking = message.get("reasoning") or message.get("thinking")
-        if calls:
-            thinking, turn["content"] = "\n".join(filter(None, (thinking, message.get("content")))), ""
-        if thinking:
+        texts = [message.get("reasoning") or message.get("thinking")]
+        if calls and isinstance(message.get("content"), str):
+            texts.append(message["content"])
+            turn["content"] = ""
+        if thinking := "\n".join(text for text in texts if isinstance(text, str) and text):
             turn["thinking"] = thinking
         results: dict[str, list[dict[str, Any]]] = {}
         while len(calls) > 1 and at < len(messages) and messages[at].get("role") == "tool":

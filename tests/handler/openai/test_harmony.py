@@ -112,9 +112,8 @@ def test_messages_are_told_apart_wherever_the_text_is_cut(
     text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read(text) == (reasoning, content, calls)
-    for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        pieces = [text[start:stop] for start, stop in zip((0, *cuts), (*cuts, len(text)), strict=True)]
-        assert read(pieces) == (reasoning, content, calls), pieces
+    for cut in range(len(text) + 1):
+        assert read([text[:cut], text[cut:]]) == (reasoning, content, calls), text[:cut]
 
 
 MARKUP = [
@@ -184,7 +183,7 @@ def test_the_work_for_a_text_grows_with_its_length(first: str, unit: str) -> Non
         read(itertools.chain([first], itertools.repeat(unit, count)))
         return time.process_time() - began
 
-    ratios = [cpu_s(20_000) / cpu_s(1_000) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
+    ratios = [cpu_s(10_000) / cpu_s(500) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
     assert min(ratios) < 80
 
 
@@ -366,13 +365,15 @@ def test_each_call_of_a_message_becomes_a_turn_with_its_results() -> None:
         {"role": "tool", "tool_call_id": ["z"], "content": "of none"},
         {"role": "assistant", "content": "b", "tool_calls": None, "thinking": None},
         {"role": "assistant", "content": "c", "tool_calls": [], "thinking": "t"},
+        {"role": "assistant", "content": ["d"], "tool_calls": [call("x")], "thinking": 1},
     ]
-    user, one, of_x, other, of_y, bad, of_none, b, c = turns(messages)
+    user, one, of_x, other, of_y, bad, of_none, b, c, d = turns(messages)
     assert [user, of_x, of_y, of_none] == [messages[0], messages[3], messages[2], messages[4]]
     assert (one["thinking"], one["tool_calls"]) == ("r", [call("x")])
     assert (other["tool_calls"], bad["tool_calls"], "thinking" in other) == ([call("y")], [1], False)
     assert b == {"role": "assistant", "content": "b"}
     assert c == {"role": "assistant", "content": "c", "thinking": "t"}
+    assert d == {"role": "assistant", "content": ["d"], "tool_calls": [call("x")]}
 
 
 def test_a_chat_that_comes_back_is_rendered(client: openai.OpenAI, served: Any) -> None:
