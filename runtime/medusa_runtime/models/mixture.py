@@ -6,8 +6,9 @@ experts that its tokens are routed to, and has these fetched before the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,25 @@ class MixtureConfig(LlamaConfig):
         return Experts(self) if self.sparse[index] else super().mlp(index)
 
 
+def combined(experts: Sequence[Any] | nn.ModuleList, normed: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sum of the outputs of each token's experts for ``normed`` [tokens, hidden].
+
+    ``chosen`` [tokens, count] are the numbers of the experts, and ``shares`` how much each counts.
+    """
+    out = torch.zeros_like(normed)
+    order = chosen.flatten().argsort(stable=True)  # the pairs of a token and an expert, expert by expert
+    rows, weights = order // chosen.shape[1], shares.flatten()[order].unsqueeze(-1)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+    begin = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            pairs = slice(begin, begin + count)
+            part = expert(normed[rows[pairs]]) * weights[pairs]
+            out.index_add_(0, rows[pairs], part.to(out.dtype))
+            begin += count
+    return out
+
+
 class Routed(nn.Module):
     """Perceptrons of which each token uses a few (Shazeer et al., 2017; Fedus et al., 2022)."""
 
@@ -82,18 +102,7 @@ class Routed(nn.Module):
     def combined(self, normed: Tensor) -> Tensor:
         """Return the sum of the outputs of each token's experts, each as far as it counts."""
         shares, chosen = self.route(normed)
-        out = torch.zeros_like(normed)
-        order = chosen.flatten().argsort(stable=True)  # the pairs of a token and an expert, expert by expert
-        rows, weights = order // self.chosen, shares.flatten()[order].unsqueeze(-1)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        begin = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                pairs = slice(begin, begin + count)
-                part = expert(normed[rows[pairs]]) * weights[pairs]
-                out.index_add_(0, rows[pairs], part.to(out.dtype))
-                begin += count
-        return out
+        return combined(self.experts, normed, shares, chosen)
 
     def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each token [tokens, chosen], and before them how much each counts."""
@@ -138,4 +147,4 @@ class Mixture(Llama):
         return ".".join(_MIXTRAL.get(part, part) for part in found.split("."))
 
 
-__all__ = ["MOST_EXPERTS", "Experts", "Mixture", "MixtureConfig", "Routed"]
+__all__ = ["MOST_EXPERTS", "Experts", "Mixture", "MixtureConfig", "Routed", "combined"]

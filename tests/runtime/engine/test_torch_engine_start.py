@@ -77,7 +77,7 @@ def test_a_prefill_starts_at_once_and_ends_when_the_last_layer_is_there(
     assert stages >= {"skeleton", "tokenizer", "kv_plan", "first_forward", "first_token", "apply", "wait"}
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Olmoe"])  # of OLMoE an expert's tensors become parts of one
+@pytest.mark.parametrize("family", ["GPT2", "Olmoe"])
 def test_a_module_of_transformers_runs_as_far_as_its_weights_are_there(
     family: str, tmp_path: Path, serve: Any, serve_region: Any
 ) -> None:
@@ -105,16 +105,20 @@ def test_a_module_of_transformers_runs_as_far_as_its_weights_are_there(
         arriving.writer.close()
 
 
-def test_a_mixture_waits_only_for_the_experts_that_it_uses(tmp_path: Path, serve: Any, serve_region: Any) -> None:
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe"])  # ours, and a module of transformers
+def test_a_mixture_waits_only_for_the_experts_that_it_uses(
+    family: str, tmp_path: Path, serve: Any, serve_region: Any
+) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97, "head_dim": 8}
-    experts = {"num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = transformers.Qwen3MoeConfig(**sizes, **experts, initializer_range=0.3)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    experts = {"num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 2}
+    size = {"moe_intermediate_size": 24} if family == "Qwen3Moe" else {"intermediate_size": 24}
+    config = getattr(transformers, f"{family}Config")(**sizes, **experts, **size, initializer_range=0.3)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
     whole, used = serve(tmp_path), set()
     for name, part in whole.engine._model.named_modules():
         if name.rpartition(".")[2].isdigit() and ".experts." in name:
-            part.register_forward_hook(lambda *_, name=name: used.add(name))
+            part.register_forward_hook(lambda *_, name=name: used.add(name.removeprefix("module.model.")))
     expected = whole.ask([5, 6, 7], max_tokens=3).tokens
     assert 0 < len(used) < 3 * 16
     arriving = Arriving(tmp_path)

@@ -69,6 +69,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGptForCausalLM", PLAIN),
     "phimoe": ("PhimoeForCausalLM", GATED | {"num_local_experts": 4}),
     "arcee": ("ArceeForCausalLM", GATED),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeForCausalLM", GATED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        GATED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                 "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
     "granitemoe": ("GraniteMoeForCausalLM", GATED | {"num_local_experts": 4}),
 }  # fmt: skip
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.index import WeightIndex
+from ...checkpoint.index import TensorEntry, WeightIndex
 from ...errors import MismatchError
 from ...load.factory.applier import FactoryApplier
 from ...load.factory.options import BuildOptions
 from ...load.plan import Place, Plan, plan
+from .experts import SeparateExperts
 
 if TYPE_CHECKING:
     from ...load.quantized.scheme import Quantization
@@ -51,11 +52,19 @@ class TransformersApplier(FactoryApplier):
         super().__init__(module, factory, BuildOptions(rename=self.target, exact=dtype.itemsize > 2))
         self.quantization, self._float = quantization, dtype
         self._names = _Names(module)
+        self._experts = {name: part for name, part in module.named_modules() if isinstance(part, SeparateExperts)}
+        self._divide = self._divided if self._experts else None
         self._fused: dict[Place, tuple[_Fused, str]] = {}
 
     @property
     def unquantized_dtype(self) -> torch.dtype:
         return self._float
+
+    def _divided(self, name: str, entry: TensorEntry) -> Mapping[str, TensorEntry] | None:
+        """Return the parts of a tensor that has the weights of all experts of a layer."""
+        path = self._names.of(name)[0] if len(entry.shape) == 3 else ""
+        found = self._experts.get(path.rpartition(".")[0])
+        return None if found is None else found.divided(path, entry)
 
     def target(self, name: str) -> str | None:
         """Return the module's tensor that a checkpoint's tensor becomes or is fused into; None if there is none."""
@@ -168,8 +177,13 @@ class _Names:
         if name not in self._found:
             rename = self._loading.rename_source_key
             target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._own)
-            if target not in self._own and name in self._own:
-                target, pattern = rename(name, [], [], self._prefix, self._own)
+            for renamings in (
+                self._renamings,
+                [],
+            ):  # without fusing, as with ``SeparateExperts``, and under its own name
+                if target not in self._own:
+                    other, _ = rename(name, renamings, [], self._prefix, self._own)
+                    target, pattern = (other, None) if other in self._own else (target, pattern)
             self._found[name] = target, pattern, None if pattern is None else self._by_pattern[pattern]
         return self._found[name]
 

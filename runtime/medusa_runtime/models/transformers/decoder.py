@@ -16,6 +16,7 @@ from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend, cache_argument
 from .config import TransformersConfig, own_class, own_config
+from .experts import separate_experts
 from .faster import use_our_parts
 from .gathered import run_gathered
 from .programs import use_programs
@@ -87,7 +88,10 @@ def build(config: TransformersConfig) -> tuple[Any, bool]:
     gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read
-    return construct(kind, own, config.dtype), gathers
+    module = construct(kind, own, config.dtype)
+    with default_dtype(config.dtype):
+        separate_experts(module)
+    return module, gathers
 
 
 def own_attention(kind: Any) -> str:
