@@ -22,7 +22,8 @@ class KernelBuildHook(BuildHookInterface[Any]):
         try:
             kernels["build"](library)
         except kernels["KernelBuildError"] as error:
-            library.unlink(missing_ok=True)  # one of an earlier build may not match
+            for name in (kernels["LIBRARY_NAME"], kernels["PROGRAM_NAME"]):
+                library.with_name(name).unlink(missing_ok=True)  # one of an earlier build may not match
             self.app.display_warning(
                 f"medusa-runtime is built without its CPU kernels, bf16 products will be slow: {error}"
             )
@@ -30,4 +31,5 @@ class KernelBuildHook(BuildHookInterface[Any]):
         # No Python ABI in it: one wheel a platform, for every Python. The compiler may be one for another machine.
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-linux_{kernels['machine']()}"
-        build_data["artifacts"].append(str(library.relative_to(root)))
+        made = (library, library.with_name(kernels["PROGRAM_NAME"]))
+        build_data["artifacts"] += [str(path.relative_to(root)) for path in made if path.exists()]

@@ -7,7 +7,7 @@ new object.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Settings:
     connections: int | None = None
     load_priority: str = "interactive"
     torch_import: str = "auto"
+    snapshots: str = "auto"
     node_socket: str | None = None
     node_user: int | None = None
     cluster: str | None = None
@@ -388,6 +389,7 @@ OPTIONS = (
         OneOf(*TORCH_IMPORTS),
         "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean where tested",
     ),
+    Option("snapshots", _text, "folder with `medusa snapshot`'s snapshots; auto: the installation's; none: use none"),
     Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
     Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture, or restore the bundle's; auto: restore, but not vLLM's"),
     Option("node_socket", _text, "the node agent's socket, or none; default: if there is one"),
@@ -472,22 +474,6 @@ def check_engine(settings: Settings) -> None:
         )
     if engine == "vllm" and parser not in ("auto", "none"):
         raise ConfigError(f"--reasoning-parser: with --engine vllm, expected vLLM's: -- --reasoning-parser {parser}")
-
-
-def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each variable that looks like a misspelt setting, and the name that was probably meant."""
-    known = {option.variable for option in OPTIONS}
-    for variable in sorted(environ):
-        if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):
-            continue
-        from difflib import get_close_matches
-
-        bare = variable.removeprefix("MEDUSA_")
-        # Kubernetes sets MEDUSA_PORT=tcp://… beside a Service named medusa.
-        if bare in known and "://" not in environ[variable]:
-            yield variable, bare
-        elif close := get_close_matches(variable, known, n=1, cutoff=0.85):
-            yield variable, close[0]
 
 
 def to_env(settings: Settings) -> dict[str, str]:

@@ -31,6 +31,7 @@ _COMMANDS = (
     ("new", "medusa_adapters.cli.project.new", "make a small complete project: handler, test, Dockerfile"),
     ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
     ("materialize", "medusa_adapters.cli.checkpoint.materialize", "make the state bundle that lets starts skip work"),
+    ("snapshot", "medusa_adapters.cli.snapshot", "save an imported engine, so that starts need not import it"),
     ("inspect", "medusa_adapters.cli.checkpoint.inspect", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches of a model"),
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),

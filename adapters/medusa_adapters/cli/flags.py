@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from medusa_runtime.config import OPTIONS, parse_option
@@ -123,3 +123,19 @@ def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             return str(parse_option(_LOG_LEVEL, value, _LOG_LEVEL.flag))
     given = environ.get("MEDUSA_LOG_LEVEL")
     return str(parse_option(_LOG_LEVEL, given, "MEDUSA_LOG_LEVEL")) if given else ""
+
+
+def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each variable that looks like a misspelt setting, and the name that was probably meant."""
+    known = {option.variable for option in OPTIONS}
+    for variable in sorted(environ):
+        if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):
+            continue
+        from difflib import get_close_matches
+
+        bare = variable.removeprefix("MEDUSA_")
+        # Kubernetes sets MEDUSA_PORT=tcp://… beside a Service named medusa.
+        if bare in known and "://" not in environ[variable]:
+            yield variable, bare
+        elif close := get_close_matches(variable, known, n=1, cutoff=0.85):
+            yield variable, close[0]

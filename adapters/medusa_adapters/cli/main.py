@@ -11,9 +11,13 @@ _OWN_SIGNALS = (["serve"], ["batch"], ["node"], ["cluster", "start"], ["cluster"
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for a bad call, 130 after Ctrl-C, 1 for every other failure."""
     try:
+        given = sys.argv[1:] if argv is None else argv
+        if argv is None and given[:1] == ["serve"] and sys.platform == "linux":
+            from .serving_process import resume
+
+            resume(given)
         from .command_line import run
 
-        given = sys.argv[1:] if argv is None else argv
         # Only for the process's own command line: a caller with arguments has its own signal handlers.
         return run(given, in_child=argv is None and sys.platform == "linux" and not _ends_itself(given))
     except KeyboardInterrupt:

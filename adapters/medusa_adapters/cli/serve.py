@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medusa_runtime.config import OPTIONS, Option, Settings, from_env, misspelt
+from medusa_runtime.config import OPTIONS, Option, Settings, from_env
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import is_remote
 
 from ..platforms.base import load, resolve
-from .flags import add_model, model_argument
+from . import serving_process
+from .flags import add_model, misspelt, model_argument
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -76,11 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
     settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
     warn_of_unread_flags(flags, settings.engine)
     settings = with_engine_flags(settings, arguments.engine_flags)
+    serving_process.check(settings)
     if arguments.reload:
         from .reload import serve_with_reload
 
         return serve_with_reload(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level, settings.log_format)
+    if serving_process.why_not is not None:
+        import logging
+
+        logging.getLogger(__name__).info(
+            "the snapshot is not used: %s; `medusa snapshot` makes a new one", serving_process.why_not
+        )
     from medusa_runtime.instance import serve
 
     observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)

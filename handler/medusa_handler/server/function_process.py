@@ -73,6 +73,22 @@ def serve(
     return 0
 
 
+def preimport() -> None:
+    """Import what this process and its worker import, in the same order, for a process that will be continued."""
+    from .lean_gunicorn import import_leanly as import_gunicorn
+
+    import_gunicorn()
+    from ..http.lean_flask import import_leanly as import_flask
+    from . import gunicorn_worker  # noqa: F401
+
+    import_flask()
+    from .. import service  # noqa: F401
+    from ..http import app  # noqa: F401
+    from ..openai import calls, routes  # noqa: F401
+    from ..user_code import function  # noqa: F401
+    from . import wsgi_gateway  # noqa: F401
+
+
 def _check(settings: Settings) -> None:
     """Check, before there is a worker, what each worker will need. Raises ConfigError and MissingPackageError."""
     if settings.vllm_args is not None:

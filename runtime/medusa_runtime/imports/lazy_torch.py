@@ -92,7 +92,10 @@ def import_torch(*, numpy: bool = True, gpu: bool = False) -> ModuleType:
     With ``gpu``, the import is lean only with a version of torch with which that was tested on GPUs.
     """
     if "torch" in sys.modules:
-        logger.info("torch is used as it is: it was imported before the engine's import of it")
+        if _active is None:
+            logger.info("torch is used as it is: it was imported before the engine's import of it")
+        elif not numpy:
+            _hide_numpy(sys.modules["torch"])  # it was imported for other processes, too
         return sys.modules["torch"]
     make_import_lean(_why_not_lean_on_gpus if gpu else why_not_lean)
     torch = importlib.import_module("torch")
@@ -117,9 +120,21 @@ def make_handlers_import_lean(how: str) -> None:
     """
     if "torch" not in sys.modules:
         _LeanImport(
-            lambda file: why_not_lean(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
+            lambda file: why_not_lean_in_handlers(file, how),
             then=_share_with_processes,
         ).install()
+    elif _active is not None:
+        _share_with_processes(sys.modules["torch"])  # it was imported before this process was forked
+
+
+def why_not_lean_in_handlers(file: Path | None = None, how: str = "auto") -> str | None:
+    """Return a reason to import torch plainly for user code, or None. ``file`` is torch's __init__.py."""
+    if file is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return "it is not installed"
+        file = Path(spec.origin)
+    return why_not_lean(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None)
 
 
 def complete() -> None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 
+from ..config import Settings
 from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
 from .resources import InstanceResources
+
+
+def preimport(settings: Settings) -> None:
+    """Import what the processes import that fetch and run a model, for a process that will be continued as them."""
+    from .. import zygote
+    from . import engine_fetch  # noqa: F401
+
+    zygote.load_engine_class(settings)
 
 
 def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:

@@ -39,6 +39,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("chunks", "chunks.c", ()),
         ("staging", "staging.c", ()),
         ("graphs", "graphs.c", ()),
+        ("snapshot", "snapshot.c", ()),
         ("attention_avx2", "attention_tile.c", AVX2),
         ("attention_avx512", "attention_tile.c", AVX512),
     ),
@@ -59,6 +60,16 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 }
 
 
+# A program that continues a snapshot. It stands alone, at an address that resume.c explains.
+PROGRAM_NAME = "medusa-resume"
+PROGRAM_SOURCE = "resume.c"
+PROGRAM_FLAGS = (
+    "-static", "-nostdlib", "-ffreestanding", "-fpie", "-no-pie", "-fno-stack-protector", "-fcf-protection=none",
+    "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,-Ttext-segment=0x600000000000", "-Wl,--build-id=none",
+)  # fmt: skip
+PROGRAM_MACHINES = ("x86_64",)
+
+
 class KernelBuildError(Exception):
     """The kernels could not be compiled; the message says why."""
 
@@ -66,13 +77,15 @@ class KernelBuildError(Exception):
 def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
     """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
+    The program that continues snapshots becomes a file beside it, for machines that have snapshots.
+
     Raises KernelBuildError if there is no compiler, if it compiles for a machine other than x86-64 or aarch64 Linux, or
     with the compiler's message.
     """
     from concurrent.futures import ThreadPoolExecutor  # a start needs only the library's name from this module
 
-    compiler = _compiler()
-    parts = OBJECTS[machine()]
+    compiler, architecture = _compiler(), machine()
+    parts = OBJECTS[architecture]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as folder:
         objects = [f"{folder}/{name}.o" for name, *_ in parts]
         commands = [[*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source)] for _, source, flags in parts]
@@ -80,6 +93,10 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
             list(threads.map(_run, ([*each, "-o", object] for each, object in zip(commands, objects, strict=True))))
         library = Path(folder, LIBRARY_NAME)
         _run([*compiler, "-shared", "-o", str(library), *objects, "-lm", "-lpthread"])
+        if architecture in PROGRAM_MACHINES:
+            program = Path(folder, PROGRAM_NAME)
+            _run([*compiler, *(flag for flag in FLAGS if flag != "-fPIC"), *PROGRAM_FLAGS, "-o", str(program), str(SOURCE_DIR / PROGRAM_SOURCE)])
+            program.replace(target.with_name(PROGRAM_NAME))
         library.replace(target)
     return target
 

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from medusa_runtime.config import Settings, from_env, misspelt
+from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import NO_ENGINE, offered_engines
 from medusa_runtime.storage.base import redacted
 
+from ...cli.flags import misspelt
 from ...platforms.base import load
 from . import values
 from .flags import add_list

@@ -14,7 +14,7 @@ from ...region.seals import seals_of
 from ..callers.file_status import file_status
 
 # Settings that do not concern an engine, secrets, and whose code is run, which the agent decides.
-PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
+PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "snapshots", "trust_state", "trust_key"}
 
 # Settings by which an engine process runs code, starts processes, opens paths or connects to hosts.
 WITH_AGENTS_RIGHTS = {

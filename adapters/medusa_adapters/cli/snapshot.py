@@ -1,0 +1,58 @@
+"""`medusa snapshot`: save a process of `medusa serve` that has imported everything, for starts to continue from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from medusa_runtime.errors import StateError
+from medusa_snapshot.conditions import variables
+from medusa_snapshot.resuming import MEMORY, default_folder, place
+
+from . import serving_process
+from .progress import size
+
+_SAVE = "import sys; from medusa_adapters.cli.serving_process import main; sys.exit(main())"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Save a process that has imported all that `medusa serve` imports. Starts with the same processor, installation "
+        "and environment then continue from it in place of importing. Run it again after an update."
+    )
+    parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
+    parser.add_argument("--remove", action="store_true", help="remove the snapshot for this machine's processor")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = os.path.abspath(arguments.out or default_folder())
+    target = Path(place(folder, serving_process.NAME))
+    if arguments.remove:
+        shutil.rmtree(target, ignore_errors=True)
+        print(f"removed {target}")
+        return 0
+    start = time.monotonic()
+    _save(folder)
+    saved_s = time.monotonic() - start
+    print(f"{target}: {size((target / MEMORY).stat().st_size)}, saved after {saved_s:.1f} s")
+    return 0
+
+
+def _save(folder: str) -> None:
+    """Save a new process. Its environment is not this one's, which may have secrets: others may read the snapshot."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TZ") if name in os.environ}
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = subprocess.run(
+            [sys.executable, "-c", _SAVE, folder], env={**kept, **variables(os.environ)}, cwd=folder,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise StateError(f"{folder}: {error.strerror}; choose a folder with --out, and name it in --snapshots") from None
+    if found.returncode:
+        raise StateError(f"no snapshot was made: {found.stderr.strip()[-2000:]}")

@@ -1,0 +1,84 @@
+"""What has to be as it was when a snapshot was saved: the processor, the installation, the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing takes several milliseconds to import
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+# Variables that Python or a library reads while it starts, so that a snapshot has what they said.
+_VARIABLES = (
+    "ATEN_", "CUDA_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_AUDIT", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "PYTHON",
+    "PYTORCH_", "TORCH",
+)  # fmt: skip
+_IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # these change nothing that is kept
+_FLAGS = ("debug", "optimize", "isolated", "no_user_site", "no_site", "utf8_mode")
+_PROCESSOR = (b"vendor_id", b"cpu family", b"model", b"flags")
+
+
+def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a snapshot that is saved now depends on, apart from files."""
+    python = (sys.version, sys.prefix, [getattr(sys.flags, name) for name in _FLAGS], sys._xoptions)
+    return {"python": python, "processor": processor(), "variables": variables(environ)}
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a snapshot depends on."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES) and name not in _IGNORED}
+
+
+def processor() -> str:
+    """Return the kind of processor and all its features, as /proc/cpuinfo names them."""
+    with open("/proc/cpuinfo", "rb") as file:
+        first = file.read(8192).partition(b"\n\n")[0]  # the other processors are like the first
+    found = (line.partition(b":") for line in first.split(b"\n"))
+    return "; ".join(value.strip().decode() for name, _, value in found if name.strip() in _PROCESSOR)
+
+
+def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Return the files that this process has mapped or executed, and the folders of its import path.
+
+    Each has its size in bytes and the seconds of its modification time, which is what a container image keeps of it.
+    """
+    with open("/proc/self/maps") as maps:
+        names = {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "/" in line}
+    for module in modules:
+        # Not by getattr: to look a name up in a lazy module is to execute it.
+        spec = object.__getattribute__(module, "__dict__").get("__spec__")
+        if spec is not None and spec.has_location:
+            names.add(spec.origin)
+    names.update(filter(os.path.isdir, import_path))
+    return [(name, *_status(name)) for name in sorted(names) if os.path.exists(name)]
+
+
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return why a snapshot that was saved under these conditions cannot be used now, or None if it can be."""
+    if saved["python"] != now["python"]:
+        return "it was made by another Python, in another place, or with other flags of Python"
+    if saved["processor"] != now["processor"]:
+        return "it was made on another kind of processor"
+    was, found = saved["variables"], now["variables"]
+    for name in sorted({*was, *found}):
+        if was.get(name) != found.get(name):
+            return f"it was made with {_shown(name, was)}, found {_shown(name, found)}"
+    for name, *status in saved["files"]:
+        try:
+            if _status(name) != tuple(status):
+                return f"{name} has changed since it was made"
+        except OSError:
+            return f"{name} is no longer there"
+    return None
+
+
+def _shown(name: str, variables: Mapping[str, str]) -> str:
+    return f"{name}={variables[name]}" if name in variables else f"no {name}"
+
+
+def _status(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    is_folder = found.st_mode & 0o170000 == 0o040000
+    return 0 if is_folder else found.st_size, int(found.st_mtime)

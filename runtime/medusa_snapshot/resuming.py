@@ -1,0 +1,165 @@
+"""Continue from a snapshot, and what a process does first that has been continued."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+import time
+
+from .conditions import conditions, difference, processor
+
+TYPE_CHECKING = False  # typing takes several milliseconds to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+MEMORY, CONDITIONS = "memory", "conditions"
+_VARIABLE = "MEDUSA_RESUME"
+_MOST_CONDITIONS_BYTES = 16 << 20
+
+
+def default_folder() -> str:
+    """Return the folder for the snapshots of this installation."""
+    return os.path.join(sys.prefix, "share", "medusa", "snapshots")
+
+
+def place(folder: str, name: str) -> str:
+    """Return where the snapshot of this name is for a processor like this machine's."""
+    code = 0
+    for byte in processor().encode():  # hashlib takes longer to import. All of the text is compared, too.
+        code = (code * 31 + byte) % (1 << 48)
+    return os.path.join(folder, f"{name}-{code:012x}")
+
+
+def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
+    """Become the process of a snapshot, with this one's descriptors, environment and working directory.
+
+    It goes on with the ``arguments``. This function returns only if there is no snapshot that can be used: None if
+    there is none for this processor, and otherwise the reason.
+    """
+    try:
+        inside = os.open(place(folder, name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    opened = [inside]
+    try:
+        for file in (CONDITIONS, MEMORY):
+            opened.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=inside))
+        for fd in opened:
+            if (why := _distrust(fd)) is not None:
+                return why
+        _, conditions_fd, memory_fd = opened
+        saved = marshal.loads(os.read(conditions_fd, _MOST_CONDITIONS_BYTES))
+        if os.fstat(memory_fd).st_size != saved["memory_bytes"]:
+            return "its memory was not written as a whole"
+        return difference(saved, conditions(os.environ)) or _execute(saved["program"], memory_fd, arguments)
+    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        return f"it cannot be read ({error})"
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _distrust(fd: int) -> str | None:
+    """Return why what this file says must not be run, or None."""
+    status = os.fstat(fd)
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}, and would be run as code; expected root or user {os.geteuid()}"
+    if status.st_mode & 0o022:
+        return "others than its owner may write to it, and it would be run as code"
+    return None
+
+
+def _execute(program: str, memory_fd: int, arguments: Sequence[str]) -> str:
+    if not sys.executable:
+        return "Python does not know where it is"
+    message_fd = os.memfd_create("medusa-resume", 0)
+    os.write(message_fd, marshal.dumps((list(arguments), dict(os.environ), sys.path, time.monotonic_ns())))
+    try:
+        os.set_inheritable(memory_fd, True)
+        # If memory cannot be mapped, the program executes this one anew, without a snapshot.
+        variables = {**os.environ, _VARIABLE: f"{memory_fd},{message_fd},{sys.executable}"}
+        os.execve(program, command_line(), variables)
+    except OSError as error:
+        os.close(message_fd)
+        return f"{program}: {error.strerror}"
+
+
+def command_line() -> list[bytes]:
+    """Return this process's command line, interpreter and its flags included."""
+    with open("/proc/self/cmdline", "rb") as file:
+        return file.read().removesuffix(b"\0").split(b"\0")
+
+
+def start_resumed(message_fd: int) -> tuple[list[str], int]:
+    """Read what the process said that this one continues, and bring up to date what the snapshot has of old.
+
+    Returns its arguments, and when it was continued (in nanoseconds of CLOCK_MONOTONIC).
+    """
+    with open(message_fd, "rb") as file:
+        file.seek(0)
+        arguments, environ, import_path, start_ns = marshal.loads(file.read())
+    if dict(os.environ) != environ:
+        os.environ.clear()
+        os.environ.update(environ)
+    sys.argv[1:], sys.path[:] = arguments, import_path
+    time.tzset()
+    _renew_signals()
+    _reopen_streams()
+    _renew_secrets()
+    _renew_threads()
+    return arguments, start_ns
+
+
+def _renew_signals() -> None:
+    """Handle signals as Python does when it starts. It leaves alone what the parent process has chosen to ignore."""
+    import signal
+
+    with open("/proc/self/status") as status:
+        ignored = next((int(line.split()[1], 16) for line in status if line.startswith("SigIgn:")), 0)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if ignored >> (number - 1) & 1:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is not signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+    if not ignored >> (signal.SIGINT - 1) & 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _reopen_streams() -> None:
+    """Open the standard streams as Python does when it starts: what they are connected to has changed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            interactive = os.isatty(number)
+            stream = open(  # noqa: SIM115
+                number, "w" if number else "r", 1 if interactive or number == 2 else -1, closefd=False,
+                errors="backslashreplace" if number == 2 else None,
+            )  # fmt: skip
+        except OSError:
+            stream = None  # it is closed
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _renew_secrets() -> None:
+    """Make new what is random, which would otherwise be the same in all processes of a snapshot."""
+    loaded = sys.modules
+    if "random" in loaded:
+        loaded["random"].seed()
+    if "torch" in loaded:
+        loaded["torch"].default_generator.seed()
+    if "ssl" in loaded:
+        loaded["ssl"].RAND_add(os.urandom(64), 64.0)
+    if "multiprocessing.process" in loaded:
+        loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
+
+
+def _renew_threads() -> None:
+    """Let torch use as many threads as there are CPUs here. It has counted those of the machine of the snapshot."""
+    if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
+        torch = sys.modules["torch"]
+        if torch.get_num_threads() != (cpus := len(os.sched_getaffinity(0))):
+            torch.set_num_threads(cpus)

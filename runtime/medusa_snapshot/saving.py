@@ -1,0 +1,118 @@
+"""Save a process as a snapshot."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import marshal
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from .conditions import conditions, files
+from .resuming import CONDITIONS, MEMORY, place, start_resumed
+
+_PROBLEM_BYTES = 500
+
+
+class SnapshotError(Exception):
+    """This process cannot be saved; the message says why."""
+
+
+def save(
+    folder: str, name: str, library: Path, environ: Mapping[str, str], resumed: Callable[[list[str], int], int]
+) -> Path:
+    """Save this process as the snapshot ``name`` in a folder, and return where it is.
+
+    A process that continues from it calls ``resumed`` with what ``start_resumed`` returns, and ends with the status
+    that this returns. ``library`` is the compiled library; the program that continues is beside it. ``environ`` is the
+    environment in which the modules were imported.
+
+    Raises SnapshotError if this process has threads, open files other than the standard ones, or memory that it shares,
+    and OSError if files cannot be written.
+    """
+    call, program = _saving_function(library), library.with_name("medusa-resume")
+    target = Path(place(folder, name))
+    new = target.with_name(f".{target.name}-{os.getpid()}")
+    _check_alone()
+    shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
+    new.mkdir(mode=0o700, parents=True)
+    try:
+        gc.collect()
+        gc.freeze()  # the collector would otherwise write to, and so copy, every page of a process that continues
+        problem = ctypes.create_string_buffer(_PROBLEM_BYTES)
+        memory_fd = os.open(new / MEMORY, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        result = call(memory_fd, problem, _PROBLEM_BYTES)
+        if result > 0:
+            _run(resumed, result)  # from here on, this is another process
+        memory_bytes = os.fstat(memory_fd).st_size
+        os.close(memory_fd)
+        if result < 0:
+            raise SnapshotError(f"this process cannot be saved: {problem.value.decode(errors='replace')}")
+        modules = list(sys.modules.values())
+        saved = {
+            **conditions(environ),
+            "files": files(modules, sys.path),
+            "memory_bytes": memory_bytes,
+            "program": str(program),
+        }
+        (new / CONDITIONS).write_bytes(marshal.dumps(saved))
+        for path, mode in ((new, 0o755), (new / CONDITIONS, 0o644), (new / MEMORY, 0o644)):
+            path.chmod(mode)  # whatever the umask
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return target
+
+
+def _saving_function(library: Path) -> Callable[..., int]:
+    try:
+        # PyDLL keeps the interpreter's lock: nothing else may run, and the process that continues has to hold it.
+        function = ctypes.PyDLL(str(library)).medusa_save_snapshot
+    except (OSError, AttributeError):
+        raise SnapshotError("expected the compiled kernels for an x86-64 processor; see `medusa doctor`") from None
+    function.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t
+    function.restype = ctypes.c_int
+    return function
+
+
+def _check_alone() -> None:
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise SnapshotError(f"expected a process with one thread, found {threads} ({names})")
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and (found := _open_file(number)) is not None:
+            raise SnapshotError(f"expected a process without open files, found {found}")
+
+
+def _open_file(number: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return None  # it was the listing of the folder
+
+
+def _run(resumed: Callable[[list[str], int], int], message_fd: int) -> NoReturn:
+    status = 70
+    try:
+        status = resumed(*start_resumed(message_fd))
+    except SystemExit as request:
+        status = request.code if isinstance(request.code, int) else 1
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:  # noqa: BLE001
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)

@@ -1,0 +1,35 @@
+"""A process that is saved as a snapshot, or continues from one: `process.py save|resume FOLDER BODY [ARGUMENT…]`.
+
+BODY is Python code with a function ``resumed(arguments)``. When no snapshot is used, "plain" and the reason are printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.compiled_library import LIBRARY
+from medusa_snapshot.resuming import resume
+
+
+def main() -> None:
+    what, folder, body, *arguments = sys.argv[1:]
+    names: dict[str, Any] = {}
+    if what == "resume":
+        chosen = os.environ.get("MEDUSA_SNAPSHOTS", folder)
+        why = None if chosen == "none" else resume(folder, "test", arguments)
+        print("plain", why)
+        return
+    exec(Path(body).read_text(), names)
+    from medusa_snapshot.saving import SnapshotError, save
+
+    try:
+        save(folder, "test", LIBRARY, dict(os.environ), lambda given, _: names["resumed"](given) or 0)
+    except SnapshotError as error:
+        print("not saved:", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""A process that continues from a snapshot is the saved one, in another process's place."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from medusa_snapshot.resuming import CONDITIONS, MEMORY, place
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+
+_PROCESS = Path(__file__).with_name("process.py")
+
+
+class Saved:
+    """The snapshot of a process that has executed some code."""
+
+    def __init__(self, folder: Path, code: str, environ: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.place = Path(place(str(folder), "test"))
+        self.body = folder / "body.py"
+        self.body.write_text(textwrap.dedent(code))
+        self.output = self._run("save", (), environ or {}).stdout
+
+    def _run(
+        self, what: str, arguments: Sequence[str], environ: Mapping[str, str], **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(what, *arguments), env={**os.environ, **environ}, text=True, check=False, timeout=60,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options,
+        )  # type: ignore[call-overload,no-any-return]  # fmt: skip
+
+    def command(self, what: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(_PROCESS), what, str(self.folder), str(self.body), *arguments]
+
+    def resume(self, *arguments: str, environ: Mapping[str, str] | None = None, **options: object) -> str:
+        """Continue, and return what the process writes. It must end with status 0."""
+        done = self._run("resume", arguments, environ or {}, **options)
+        assert done.returncode == 0, done
+        return done.stdout
+
+
+def test_it_has_the_memory_of_the_saved_process_and_the_circumstances_of_its_own(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import os, sys, threading, time
+        kept = {"numbers": list(range(100_000)), "pid": os.getpid()}
+        def resumed(arguments):
+            assert kept["numbers"][-1] == 99_999 and kept["pid"] != os.getpid()
+            try:
+                1 / 0
+            except ZeroDivisionError as error:
+                print(error)
+            child = os.fork()
+            if not child:
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            thread = threading.Thread(target=print, args=("thread",))
+            thread.start()
+            thread.join()
+            print(arguments, sys.argv[1:], os.environ["HERE"], os.environ.get("THERE"), os.getcwd(), sys.stdin.read())
+            print(abs(time.time() - float(arguments[0])) < 60, os.stat(3).st_size)
+        """,
+        {"THERE": "1"},
+    )
+    assert saved.output == ""
+    with open(tmp_path / "data", "w+") as file:
+        file.write("12345")
+        file.flush()
+        os.dup2(file.fileno(), 3)
+        output = saved.resume(
+            str(time.time()), "b", environ={"HERE": "é"}, cwd="/usr", input="given", pass_fds=(3,)
+        )
+    *_, words, last = lines = output.splitlines()
+    assert lines[:3] == ["division by zero", "7", "thread"]
+    assert words.endswith("'b'] é None /usr given")
+    assert last == "True 5"
+
+
+def test_its_heap_grows_and_shrinks(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import ctypes, os, random
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free.argtypes = (ctypes.c_void_p,)
+        libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+        before = [libc.malloc(50_000) for _ in range(100)]  # at the end of the heap
+        def resumed(arguments):
+            for round in range(5):
+                held = before if not round else []
+                for _ in range(2000):
+                    size = random.choice((100, 5_000, 100_000))
+                    held.append(libc.malloc(size))
+                    libc.memset(held[-1], 1, size)
+                random.shuffle(held)
+                for one in held:
+                    libc.free(one)
+                libc.malloc_trim(0)
+            print("grown and shrunk")
+        """,
+    )
+    assert saved.resume() == "grown and shrunk\n"
+
+
+def test_what_is_random_differs_in_each(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import multiprocessing, os, random, ssl, uuid
+        ssl.RAND_bytes(8)  # so that its generator has a state
+        def resumed(arguments):
+            print(random.random(), os.urandom(8), ssl.RAND_bytes(8), uuid.uuid4())
+            print(bytes(multiprocessing.current_process().authkey))
+        """,
+    )
+    first, second = saved.resume(), saved.resume()
+    assert not set(first.split()) & set(second.split())
+
+
+def test_signals_are_those_of_a_new_process(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: print("the handler of the saved process"))
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        def resumed(arguments):
+            print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), flush=True)
+            try:
+                os.write(os.pipe()[1], b"")
+                reading, writing = os.pipe()
+                os.close(reading)
+                os.write(writing, b"x")
+            except BrokenPipeError:
+                print("ignored", flush=True)
+            time.sleep(60)
+        """,
+    )
+    process = subprocess.Popen(
+        saved.command("resume"), stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # noqa: PLW1509
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "0 1\n"
+    assert process.stdout.readline() == "ignored\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    process.stdout.close()
+
+
+def test_if_memory_cannot_be_mapped_the_process_starts_without_it(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import mmap
+        kept = mmap.mmap(-1, 3 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        def resumed(arguments):
+            print("resumed")
+        """,
+    )
+    assert saved.resume() == "resumed\n"
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
+    command = [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *saved.command("resume")]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "plain None\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "one thread, found 2"),
+        ("kept = open('/dev/null')", "without open files, found /dev/null"),
+        ("import mmap; kept = mmap.mmap(-1, 4096)", "it shares memory with others"),
+    ],
+)
+def test_a_process_that_cannot_be_saved_says_why(code: str, why: str, tmp_path: Path) -> None:
+    saved = Saved(tmp_path, code)
+    assert why in saved.output
+    assert [path.name for path in tmp_path.iterdir()] == ["body.py"]
+
+
+_TRIVIAL = "import colorsys\ndef resumed(arguments): print('resumed')\n"
+
+
+def test_without_a_snapshot_there_is_no_reason(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()")
+    assert saved.resume() == "plain None\n"
+
+
+def test_another_environment_or_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    module = tmp_path / "a_module.py"
+    module.write_text("x = 1")
+    saved = Saved(tmp_path, "import a_module\n" + _TRIVIAL, {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "2"})
+    same = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    assert saved.resume(environ=same | {"OTHER": "1"}) == "resumed\n"
+    assert saved.resume(environ={**same, "OMP_NUM_THREADS": "3"}) == (
+        "plain it was made with OMP_NUM_THREADS=2, found OMP_NUM_THREADS=3\n"
+    )
+    module.write_text("x = 11")
+    assert saved.resume(environ=same) == f"plain {module} has changed since it was made\n"
+    module.unlink()
+    os.utime(tmp_path, (1, 1))
+    assert "no longer there" in saved.resume(environ=same) or "changed" in saved.resume(environ=same)
+
+
+def test_a_damaged_snapshot_is_not_used(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, _TRIVIAL)
+    memory, conditions = saved.place / MEMORY, saved.place / CONDITIONS
+    os.truncate(memory, memory.stat().st_size - 1)
+    assert saved.resume() == "plain its memory was not written as a whole\n"
+    conditions.write_bytes(conditions.read_bytes()[:100])
+    assert saved.resume().startswith("plain it cannot be read")
+    memory.unlink()
+    assert saved.resume().startswith("plain it cannot be read")
+
+
+def test_what_others_can_write_is_not_run(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, _TRIVIAL)
+    for path in (saved.place, saved.place / MEMORY, saved.place / CONDITIONS):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert saved.resume() == "plain others than its owner may write to it, and it would be run as code\n"
+        path.chmod(mode)
+    assert saved.resume() == "resumed\n"
+
+
+@pytest.mark.root
+def test_what_belongs_to_another_user_is_not_run(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, _TRIVIAL)
+    os.chown(saved.place / MEMORY, 4321, 4321)
+    assert saved.resume().startswith("plain it belongs to user 4321")
