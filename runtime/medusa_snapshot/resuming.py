@@ -12,7 +12,6 @@ from .conditions import conditions, difference, processor
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
 MEMORY, CONDITIONS = "memory", "conditions"
 _VARIABLE = "MEDUSA_RESUME"
@@ -74,8 +73,10 @@ def _distrust(fd: int) -> str | None:
 def _execute(program: str, memory_fd: int, arguments: Sequence[str]) -> str:
     if not sys.executable:
         return "Python does not know where it is"
+    with open("/proc/self/comm") as file:
+        name = file.read()  # execution will change it
     message_fd = os.memfd_create("medusa-resume", 0)
-    os.write(message_fd, marshal.dumps((list(arguments), dict(os.environ), sys.path, time.monotonic_ns())))
+    os.write(message_fd, marshal.dumps((list(arguments), dict(os.environ), sys.path, name, time.monotonic_ns())))
     try:
         os.set_inheritable(memory_fd, True)
         # If memory cannot be mapped, the program executes this one anew, without a snapshot.
@@ -99,11 +100,13 @@ def start_resumed(message_fd: int) -> tuple[list[str], int]:
     """
     with open(message_fd, "rb") as file:
         file.seek(0)
-        arguments, environ, import_path, start_ns = marshal.loads(file.read())
+        arguments, environ, import_path, name, start_ns = marshal.loads(file.read())
     if dict(os.environ) != environ:
         os.environ.clear()
         os.environ.update(environ)
     sys.argv[1:], sys.path[:] = arguments, import_path
+    with open("/proc/self/comm", "w") as comm:
+        comm.write(name.rstrip("\n"))
     time.tzset()
     _renew_signals()
     _reopen_streams()

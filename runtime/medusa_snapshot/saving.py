@@ -51,8 +51,7 @@ def save(
             _run(resumed, result)  # from here on, this is another process
         memory_bytes = os.fstat(memory_fd).st_size
         os.close(memory_fd)
-        if result < 0:
-            raise SnapshotError(f"this process cannot be saved: {problem.value.decode(errors='replace')}")
+        _check(result, problem.value)
         modules = list(sys.modules.values())
         saved = {
             **conditions(environ),
@@ -89,6 +88,11 @@ def _check_alone() -> None:
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and (found := _open_file(number)) is not None:
             raise SnapshotError(f"expected a process without open files, found {found}")
+
+
+def _check(result: int, problem: bytes) -> None:
+    if result < 0:
+        raise SnapshotError(f"this process cannot be saved: {problem.decode(errors='replace')}")
 
 
 def _open_file(number: int) -> str | None:

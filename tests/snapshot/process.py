@@ -1,6 +1,7 @@
 """A process that is saved as a snapshot, or continues from one: `process.py save|resume FOLDER BODY [ARGUMENT…]`.
 
-BODY is Python code with a function ``resumed(arguments)``. When no snapshot is used, "plain" and the reason are printed.
+BODY is a file of Python code with a function ``resumed(arguments)``. Where no snapshot is used, "plain" and the
+reason are printed.
 """
 
 from __future__ import annotations

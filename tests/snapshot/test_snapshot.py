@@ -17,6 +17,7 @@ from medusa_snapshot.resuming import CONDITIONS, MEMORY, place
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
 
+_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
 _PROCESS = Path(__file__).with_name("process.py")
 
 
@@ -77,9 +78,7 @@ def test_it_has_the_memory_of_the_saved_process_and_the_circumstances_of_its_own
         file.write("12345")
         file.flush()
         os.dup2(file.fileno(), 3)
-        output = saved.resume(
-            str(time.time()), "b", environ={"HERE": "é"}, cwd="/usr", input="given", pass_fds=(3,)
-        )
+        output = saved.resume(str(time.time()), "b", environ={"HERE": "é"}, cwd="/usr", input="given", pass_fds=(3,))
     *_, words, last = lines = output.splitlines()
     assert lines[:3] == ["division by zero", "7", "thread"]
     assert words.endswith("'b'] é None /usr given")
@@ -149,7 +148,7 @@ def test_signals_are_those_of_a_new_process(tmp_path: Path) -> None:
     )
     process = subprocess.Popen(
         saved.command("resume"), stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # noqa: PLW1509
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "0 1\n"
@@ -179,7 +178,7 @@ def test_if_memory_cannot_be_mapped_the_process_starts_without_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "one thread, found 2"),
+        (_THREAD, "one thread, found 2"),
         ("kept = open('/dev/null')", "without open files, found /dev/null"),
         ("import mmap; kept = mmap.mmap(-1, 4096)", "it shares memory with others"),
     ],
@@ -194,7 +193,7 @@ _TRIVIAL = "import colorsys\ndef resumed(arguments): print('resumed')\n"
 
 
 def test_without_a_snapshot_there_is_no_reason(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()")
+    saved = Saved(tmp_path, _THREAD)
     assert saved.resume() == "plain None\n"
 
 

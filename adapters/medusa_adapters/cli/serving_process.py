@@ -80,7 +80,6 @@ def _import_everything() -> str | None:
     from contextlib import suppress
 
     from medusa_handler.server.function_process import preimport as import_function
-    from medusa_runtime.config import Settings
     from medusa_runtime.imports import lazy_torch
     from medusa_runtime.instance.roles import preimport as import_roles
 
@@ -91,7 +90,7 @@ def _import_everything() -> str | None:
     if (why := lazy_torch.why_not_lean_in_handlers()) is not None:
         return f"torch would be imported as a whole: {why}"
     lazy_torch.import_torch()
-    import_roles(Settings(device="cpu"))
+    import_roles()
     for name in ADAPTERS:
         load(name)
     importlib.import_module("medusa_adapters.report.gantt")

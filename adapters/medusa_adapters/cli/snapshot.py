@@ -22,8 +22,8 @@ _SAVE = "import sys; from medusa_adapters.cli.serving_process import main; sys.e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Save a process that has imported all that `medusa serve` imports. Starts with the same processor, installation "
-        "and environment then continue from it in place of importing. Run it again after an update."
+        "Save a process that has imported all that `medusa serve` imports. Starts with the same processor, "
+        "installation and environment then continue from it in place of importing. Run it again after an update."
     )
     parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
     parser.add_argument("--remove", action="store_true", help="remove the snapshot for this machine's processor")
@@ -53,6 +53,7 @@ def _save(folder: str) -> None:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     except OSError as error:
-        raise StateError(f"{folder}: {error.strerror}; choose a folder with --out, and name it in --snapshots") from None
+        hint = "choose another folder with --out, and name it in --snapshots"
+        raise StateError(f"{folder}: {error.strerror}; {hint}") from None
     if found.returncode:
         raise StateError(f"no snapshot was made: {found.stderr.strip()[-2000:]}")

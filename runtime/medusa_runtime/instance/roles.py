@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 
-from ..config import Settings
 from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
 from .resources import InstanceResources
 
 
-def preimport(settings: Settings) -> None:
-    """Import what the processes import that fetch and run a model, for a process that will be continued as them."""
-    from .. import zygote
+def preimport() -> None:
+    """Import what processes import that fetch a model, and run it with the torch engine. torch itself comes first.
+
+    This is for a process from which others continue: it leaves to them what an engine's process alone may do.
+    """
+    from .. import zygote  # noqa: F401
+    from ..models.registry import import_families
     from . import engine_fetch  # noqa: F401
 
-    zygote.load_engine_class(settings)
+    import_families()
+    imported(engine_kind("torch").open)
 
 
 def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:

@@ -65,7 +65,8 @@ PROGRAM_NAME = "medusa-resume"
 PROGRAM_SOURCE = "resume.c"
 PROGRAM_FLAGS = (
     "-static", "-nostdlib", "-ffreestanding", "-fpie", "-no-pie", "-fno-stack-protector", "-fcf-protection=none",
-    "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,-Ttext-segment=0x600000000000", "-Wl,--build-id=none",
+    "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,-Ttext-segment=0x600000000000",
+    "-Wl,--build-id=none",
 )  # fmt: skip
 PROGRAM_MACHINES = ("x86_64",)
 
@@ -95,7 +96,8 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
         _run([*compiler, "-shared", "-o", str(library), *objects, "-lm", "-lpthread"])
         if architecture in PROGRAM_MACHINES:
             program = Path(folder, PROGRAM_NAME)
-            _run([*compiler, *(flag for flag in FLAGS if flag != "-fPIC"), *PROGRAM_FLAGS, "-o", str(program), str(SOURCE_DIR / PROGRAM_SOURCE)])
+            flags = [flag for flag in FLAGS if flag != "-fPIC"]
+            _run([*compiler, *flags, *PROGRAM_FLAGS, "-o", str(program), str(SOURCE_DIR / PROGRAM_SOURCE)])
             program.replace(target.with_name(PROGRAM_NAME))
         library.replace(target)
     return target

@@ -1,0 +1,168 @@
+"""`medusa serve` continues from what `medusa snapshot` has saved, and is then like any other instance."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.command import MEDUSA, medusa
+from medusa_adapters.cli.serving_process import NAME
+from medusa_snapshot.resuming import MEMORY, place
+from plain_environ import plain_environ
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+
+Start = Callable[..., Any]
+_SECRET = "a-secret-of-the-environment"
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("snapshots")
+    made = subprocess.run(
+        [MEDUSA, "snapshot", "--out", folder], env=plain_environ() | {"A_TOKEN": _SECRET}, capture_output=True,
+        text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert made.stdout.startswith(f"{place(str(folder), NAME)}: ")
+    return folder
+
+
+@pytest.fixture
+def resumed(start: Start, snapshots: Path) -> Start:
+    def start_resumed(*arguments: str | Path, env: dict[str, str] | None = None) -> Any:
+        serving = start(*arguments, "--snapshots", snapshots, env=env)
+        assert serving.request("GET", "/livez")[0] == 200
+        assert continues(serving), (serving.folder / "serve.log").read_text()
+        return serving
+
+    return start_resumed
+
+
+def continues(serving: Any) -> bool:
+    """Whether this instance is one that continues from a snapshot."""
+    return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
+
+
+def test_it_answers_as_without_a_snapshot_and_leaves_nothing_behind(
+    resumed: Start, start: Start, example: Path
+) -> None:
+    plain, serving = start("--model", example), resumed("--model", example)
+    assert serving.complete()["choices"] == plain.complete()["choices"]
+    assert not continues(plain)
+    roles = serving.children()
+    assert {"zygote", "engine", "function"} <= {*roles.values()}, roles
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in (serving.process.pid, plain.process.pid)}
+    assert len(names) == 1
+    stages = serving.request("GET", "/timeline")[1]["stages"]
+    assert {"exec", "bind", "index", "fetch", "import", "skeleton", "apply"} <= {stage["name"] for stage in stages}
+    assert serving.stop() == 0
+    assert plain.stop() == 0
+
+
+def test_a_crashed_engine_and_a_crashed_worker_are_replaced(resumed: Start, example: Path) -> None:
+    serving = resumed("--model", example)
+    first = serving.complete()["choices"]
+    for role in ("engine", "zygote"):
+        os.kill(pid := serving.child(role), signal.SIGKILL)
+        while serving.children().get(pid) == role:
+            time.sleep(0.01)
+        assert serving.complete()["choices"] == first
+    assert serving.stop() == 0
+
+
+def test_a_handler_has_torch_with_numpy_and_gradients(resumed: Start, example: Path, tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text(
+        """
+import numpy
+import torch
+
+
+class Handler:
+    def load(self, context):
+        self.model = context.model
+
+    def predict(self, request):
+        weight = torch.nn.Parameter(torch.from_numpy(numpy.arange(3.0)))
+        (weight * weight).sum().backward()
+        return {
+            "gradient": weight.grad.numpy().tolist(),
+            "text": self.model.generate("def", max_tokens=2, temperature=0),
+            "threads": torch.get_num_threads(),
+        }
+"""
+    )
+    serving = resumed("--model", example, "--handler", tmp_path / "handler.py")
+    status, answer, _ = serving.request("POST", "/", {})
+    assert status == 200, (serving.folder / "serve.log").read_text()
+    assert answer["gradient"] == [0.0, 2.0, 4.0]
+    assert answer["text"]
+    assert answer["threads"] == len(os.sched_getaffinity(0))
+    assert serving.stop() == 0
+
+
+def test_instances_of_one_snapshot_sample_differently(resumed: Start, example: Path) -> None:
+    texts = []
+    for _ in range(2):
+        serving = resumed("--model", example)
+        answer = serving.complete(max_tokens=32, temperature=1.5)
+        texts.append((answer["id"], answer["choices"][0]["text"]))
+        assert serving.stop() == 0
+    assert texts[0][0] != texts[1][0]
+    assert texts[0][1] != texts[1][1]
+
+
+@pytest.mark.parametrize("arguments", [("--torch-import", "plain"), ("--snapshots", "none"), ("--snap", "none")])
+def test_settings_that_need_another_process_get_one(
+    arguments: tuple[str, ...], start: Start, example: Path, snapshots: Path
+) -> None:
+    serving = start("--model", example, *arguments, env={"MEDUSA_SNAPSHOTS": str(snapshots)})
+    assert serving.complete()["choices"]
+    assert not continues(serving)
+    assert serving.stop() == 0
+
+
+def test_a_snapshot_of_other_circumstances_is_named_and_not_used(start: Start, example: Path, snapshots: Path) -> None:
+    serving = start("--model", example, "--snapshots", snapshots, env={"OMP_NUM_THREADS": "1"})
+    assert serving.complete()["choices"]
+    assert not continues(serving)
+    expected = "the snapshot is not used: it was made with no OMP_NUM_THREADS, found OMP_NUM_THREADS=1"
+    assert expected in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
+
+
+def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path) -> None:
+    memory = Path(place(str(snapshots), NAME), MEMORY)
+    assert _SECRET.encode() not in memory.read_bytes()
+
+
+def test_bad_calls_are_one_line_and_removing_removes(tmp_path: Path, snapshots: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = medusa("snapshot", "--out", tmp_path / "file")
+    assert refused.returncode == 1
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", snapshots, other], check=True)
+    assert medusa("snapshot", "--out", other, "--remove").returncode == 0
+    assert list(other.iterdir()) == []
+    assert medusa("serve", "--help").stdout.count("--snapshots") >= 1
+
+
+def test_arguments_that_are_refused_are_refused_as_ever(snapshots: Path) -> None:
+    plain, resumed = (
+        subprocess.run(
+            [MEDUSA, "serve", "--port", "no"], env=plain_environ() | {"MEDUSA_SNAPSHOTS": where}, capture_output=True,
+            text=True, check=False,
+        )
+        for where in ("none", str(snapshots))
+    )  # fmt: skip
+    assert plain.returncode == resumed.returncode == 2
+    assert plain.stderr == resumed.stderr
+    assert json.dumps(plain.stdout) == json.dumps(resumed.stdout)
