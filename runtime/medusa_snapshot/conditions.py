@@ -17,7 +17,14 @@ _VARIABLES = (
 )  # fmt: skip
 _IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # these change nothing that is kept
 _FLAGS = ("debug", "optimize", "isolated", "no_user_site", "no_site", "utf8_mode")
-_PROCESSOR = (b"vendor_id", b"cpu family", b"model", b"flags")
+# A processor's flags for instructions that programs use, by their beginnings. The others concern the kernel.
+_INSTRUCTIONS = (
+    "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "clflush", "cldemote", "clwb", "clzero", "cmov", "cmp", "cx",
+    "erms", "f16c", "fma", "fpu", "fsgs", "fsrm", "fxsr", "gfni", "hle", "lahf", "mmx", "mov", "mpx", "ospke", "pclmul",
+    "pni", "popcnt", "rd", "rtm", "serialize", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "waitpkg", "xop", "xsave",
+)  # fmt: skip
+# With these, a processor has more registers. libc has noted how much room they take.
+_REGISTERS = ("amx_tile", "apx", "avx", "avx512f", "mpx", "ospke")
 
 
 def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -31,12 +38,12 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES) and name not in _IGNORED}
 
 
-def processor() -> str:
-    """Return the kind of processor and all its features, as /proc/cpuinfo names them."""
+def processor() -> list[str]:
+    """Return the names that /proc/cpuinfo has for the instructions of this machine's processor, sorted."""
     with open("/proc/cpuinfo", "rb") as file:
-        first = file.read(8192).partition(b"\n\n")[0]  # the other processors are like the first
-    found = (line.partition(b":") for line in first.split(b"\n"))
-    return "; ".join(value.strip().decode() for name, _, value in found if name.strip() in _PROCESSOR)
+        lines = file.read(8192).decode("ascii", "replace").split("\n")  # the other processors are like the first
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return sorted(flag for flag in flags if flag.startswith(_INSTRUCTIONS))
 
 
 def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str, int, int]]:
@@ -59,8 +66,8 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return why a snapshot that was saved under these conditions cannot be used now, or None if it can be."""
     if saved["python"] != now["python"]:
         return "it was made by another Python, in another place, or with other flags of Python"
-    if saved["processor"] != now["processor"]:
-        return "it was made on another kind of processor"
+    if (why := _other_processor(set(saved["processor"]), set(now["processor"]))) is not None:
+        return why
     was, found = saved["variables"], now["variables"]
     for name in sorted({*was, *found}):
         if was.get(name) != found.get(name):
@@ -71,6 +78,14 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
                 return f"{name} has changed since it was made"
         except OSError:
             return f"{name} is no longer there"
+    return None
+
+
+def _other_processor(was: set[str], found: set[str]) -> str | None:
+    if missing := was - found:
+        return f"it was made on a processor that has {', '.join(sorted(missing)[:3])}, and this one has not"
+    if more := (found - was).intersection(_REGISTERS):
+        return f"it was made on a processor without {', '.join(sorted(more))}, which this one has"
     return None
 
 

@@ -24,9 +24,9 @@ def default_folder() -> str:
 
 
 def place(folder: str, name: str) -> str:
-    """Return where the snapshot of this name is for a processor like this machine's."""
+    """Return where the snapshot of this name is that is made on a processor like this machine's."""
     code = 0
-    for byte in processor().encode():  # hashlib takes longer to import. All of the text is compared, too.
+    for byte in " ".join(processor()).encode():  # hashlib takes longer to import
         code = (code * 31 + byte) % (1 << 48)
     return os.path.join(folder, f"{name}-{code:012x}")
 
@@ -35,14 +35,21 @@ def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
     """Become the process of a snapshot, with this one's descriptors, environment and working directory.
 
     It goes on with the ``arguments``. This function returns only if there is no snapshot that can be used: None if
-    there is none for this processor, and otherwise the reason.
+    there is none, and otherwise the reason. A folder may have several, of different processors.
     """
     try:
-        inside = os.open(place(folder, name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        places = [each for each in os.listdir(folder) if each.startswith(name + "-")]
     except OSError:
         return None
-    opened = [inside]
+    best = os.path.basename(place(folder, name))
+    reasons = [_resume(os.path.join(folder, each), arguments) for each in sorted(places, key=lambda each: each != best)]
+    return reasons[0] if reasons else None
+
+
+def _resume(path: str, arguments: Sequence[str]) -> str:
+    opened: list[int] = []
     try:
+        opened.append(inside := os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         for file in (CONDITIONS, MEMORY):
             opened.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=inside))
         for fd in opened:

@@ -37,7 +37,7 @@ def save(
     """
     call, program = _saving_function(library), library.with_name("medusa-resume")
     target = Path(place(folder, name))
-    new = target.with_name(f".{target.name}-{os.getpid()}")
+    new = target.with_name(f".new-{target.name}-{os.getpid()}")
     _check_alone()
     shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
     new.mkdir(mode=0o700, parents=True)

@@ -1,0 +1,39 @@
+"""Which processors a snapshot is for. The other conditions are tested with real processes (test_snapshot.py)."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+from medusa_snapshot.conditions import conditions, difference, processor
+
+
+def _with(*flags: str) -> dict[str, Any]:
+    return {"python": 1, "variables": {}, "files": [], "processor": list(flags)}
+
+
+@pytest.mark.parametrize(
+    ("was", "found", "why"),
+    [
+        (("avx", "avx2"), ("avx", "avx2"), None),
+        (("avx", "avx2"), ("avx", "avx2", "sha_ni"), None),
+        (("avx", "avx2"), ("avx",), "it was made on a processor that has avx2, and this one has not"),
+        (("avx",), ("avx", "avx512f", "avx512bw"), "it was made on a processor without avx512f, which this one has"),
+    ],
+)
+def test_a_processor_may_have_more_instructions_but_no_more_registers(
+    was: tuple[str, ...], found: tuple[str, ...], why: str | None
+) -> None:
+    assert difference(_with(*was), _with(*found)) == why
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
+def test_the_features_of_this_processor_are_found() -> None:
+    assert {"sse2", "cx16", "xsave"} <= set(processor())
+    assert not {"hypervisor", "constant_tsc", "vmmcall", "tsc"} & set(processor())
+
+
+def test_only_variables_that_are_read_at_a_start_matter() -> None:
+    found = conditions({"OMP_NUM_THREADS": "2", "PATH": "/", "PYTHONUNBUFFERED": "1", "AWS_SECRET_ACCESS_KEY": "x"})
+    assert found["variables"] == {"OMP_NUM_THREADS": "2"}
