@@ -19,9 +19,10 @@ _IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # these change nothi
 _FLAGS = ("debug", "optimize", "isolated", "no_user_site", "no_site", "utf8_mode")
 # A processor's flags for instructions that programs use, by their beginnings. The others concern the kernel.
 _INSTRUCTIONS = (
-    "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "clflush", "cldemote", "clwb", "clzero", "cmov", "cmp", "cx",
-    "erms", "f16c", "fma", "fpu", "fsgs", "fsrm", "fxsr", "gfni", "hle", "lahf", "mmx", "mov", "mpx", "ospke", "pclmul",
-    "pni", "popcnt", "rd", "rtm", "serialize", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "waitpkg", "xop", "xsave",
+    "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "clflush", "cldemote", "clwb", "clzero", "cmov", "cmp",
+    "cx", "erms", "f16c", "fma", "fpu", "fsgs", "fsrm", "fxsr", "gfni", "hle", "lahf", "mmx", "mov", "mpx", "ospke",
+    "pclmul", "pni", "popcnt", "rd", "rtm", "serialize", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "waitpkg",
+    "xop", "xsave",
 )  # fmt: skip
 # With these, a processor has more registers. libc has noted how much room they take.
 _REGISTERS = ("amx_tile", "apx", "avx", "avx512f", "mpx", "ospke")
