@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medusa_adapters.bench.coldstart.contestants import Contestant, Question, Sample
-from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
 from medusa_runtime.errors import MissingPackageError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -36,9 +36,10 @@ class Transformers(_Nothing):
         command = [sys.executable, script, question.folder, question.prompt, str(question.max_tokens)]
         with Process(command, OFFLINE) as process:
             first = json.loads(process.line())["text"]
-            ttft_s = process.since_start_s()
+            ttft_s, pids = process.since_start_s(), process.tree()
+            memory = {"pss_mb": pss_bytes(pids) / 1e6, "rss_mb": rss_bytes(pids) / 1e6}
             text = json.loads(process.line())["text"]
-            return Sample(ttft_s, text, first)
+            return Sample(ttft_s, text, first, **memory)
 
 
 class Script(_Nothing):

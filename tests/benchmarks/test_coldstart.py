@@ -13,6 +13,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks.coldstart.others import Script
 from benchmarks.command_line import names
+from benchmarks.make_checkpoint import main as make
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pydoc-lm"
@@ -34,6 +35,16 @@ def test_ours_and_transformers_agree(tmp_path: Path) -> None:
     assert names == {"torch", "transformers", "torch-import", "floor"}
     assert "transformers takes" in result.stdout
     assert "work without an answer" in report.read_text()
+
+
+@pytest.mark.slow
+def test_mxfp4_beside_the_floats_of_transformers(tmp_path: Path) -> None:
+    make(["--shape", "tiny-gpt-oss", "--out", str(tmp_path / "model")])
+    common = ("--model", tmp_path / "model", "--vs", "transformers", "--prompt", "The", "--runs", "1")
+    result = bench(*common, "--no-yardsticks", "--json", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    rows = {(row["name"], row["metric"]) for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert rows >= {(name, metric) for name in ("torch", "transformers") for metric in ("ttft_s", "pss_mb")}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_fixtures import Served, fill_region
 from medusa_runtime.engine.checkpoint_files import read_config
+from medusa_runtime.errors import MismatchError
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.models.transformers import decoder
 from medusa_runtime.models.transformers.experts import SeparateExperts, separate_experts
@@ -77,6 +78,10 @@ def test_fused_experts_give_the_same_tokens(tmp_path: Path, serve: Callable[...,
     save_file(state, fused / "model.safetensors")
     found = [[serve(folder).ask(prompt).tokens for prompt in ([5, 6, 7], [41] * 9)] for folder in (plain, fused)]
     assert found[0] == found[1]
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file(state | {name: state[name][:3].contiguous()}, fused / "model.safetensors")
+    with pytest.raises(MismatchError, match=rf"{name}: expected \[4, 96, 32\] without gaps, found \[3, 96, 32\]"):
+        serve(fused).engine.wait_ready()
 
 
 @pytest.mark.parametrize("form", ["plain", "pack-4"])

@@ -63,8 +63,9 @@ class TransformersApplier(FactoryApplier):
     def _divided(self, name: str, entry: TensorEntry) -> Mapping[str, TensorEntry] | None:
         """Return the parts of a tensor that has the weights of all experts of a layer."""
         path = self._names.of(name)[0] if len(entry.shape) == 3 else ""
-        found = self._experts.get(path.rpartition(".")[0])
-        return None if found is None else found.divided(path, entry)
+        module, _, kind = path.rpartition(".")
+        found = self._experts.get(module) if kind in ("gate_up_proj", "down_proj") else None
+        return None if found is None else found.divided(name, path, entry)
 
     def target(self, name: str) -> str | None:
         """Return the module's tensor that a checkpoint's tensor becomes or is fused into; None if there is none."""

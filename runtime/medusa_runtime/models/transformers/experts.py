@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.divided import rows
 from ...checkpoint.index import TensorEntry
+from ...errors import MismatchError
 from ...load.skeleton import skeleton
 from ..layers.linear import Linear
 from ..mixture import combined
@@ -44,12 +45,20 @@ class SeparateExperts(nn.ModuleList):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return combined(self, hidden_states, top_k_weights, top_k_index)
 
-    def divided(self, path: str, entry: TensorEntry) -> Mapping[str, TensorEntry]:
-        """Return the parts of a tensor with all experts. ``path`` is its name, with this module's in front."""
+    def divided(self, name: str, path: str, entry: TensorEntry) -> Mapping[str, TensorEntry]:
+        """Return the parts of a tensor with the weights of all experts.
+
+        ``path`` is its name in transformers' module. Raises MismatchError for another shape than the weights have.
+        """
         module, _, kind = path.rpartition(".")
+        down: Any = self[0].get_submodule(self.names.down)
+        hidden, size = down.weight.shape
+        expected = (len(self), hidden, size) if kind == "down_proj" else (len(self), 2 * size, hidden)
+        if entry.shape != expected or entry.strides is not None:
+            raise MismatchError(f"{name}: expected {list(expected)} without gaps, found {list(entry.shape)}")
         if kind == "down_proj":
             return rows(entry, [f"{module}.{expert}.{self.names.down}.weight" for expert in range(len(self))])
-        halves = entry._replace(shape=(2 * entry.shape[0], entry.shape[1] // 2, *entry.shape[2:]))
+        halves = entry._replace(shape=(2 * len(self), size, hidden))
         names = (self.names.gate, self.names.up)
         return rows(halves, [f"{module}.{expert}.{name}.weight" for expert in range(len(self)) for name in names])
 
