@@ -39,7 +39,7 @@
 
 #define LINE 64L /* bytes of a line of the cache */
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
-#define FEW_BYTES 16384L  /* of x in a tile of more than MAX_ROWS rows, which is read again for each of its few weight rows */
+#define FEW_BYTES 16384L  /* of x that are read again for each of a few weight rows */
 
 /* Depth is summed in pieces of this many elements, whatever the number of rows: only at the end of a piece are the lanes of an
  * accumulator added to each other. So a row's product has the same bits in every batch. */
@@ -160,8 +160,8 @@ INLINE void tile(const char *x, const char *w, long stride, long depth, float *s
                      from ? from + c * FEW_ROWS * LANES : NULL, to ? to + c * FEW_ROWS * LANES : NULL, rows, 1);               \
         break;
 
-INLINE void any_tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride,
-                     const int dtype, const long fetch, const float *from, float *to, long rows, long cols)
+INLINE void tile_of(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
+                    long fetch, const float *from, float *to, long rows, long cols)
 {
     switch (rows) {
         CASE(1, TILE_COLS)
@@ -185,6 +185,33 @@ INLINE void any_tile(const char *x, const char *w, long stride, long depth, floa
         CASE(8, 1)
 #endif
     }
+}
+
+/* These are large functions: one for each dtype. */
+#define TILE_OF(name, dtype)                                                                                                   \
+    static __attribute__((noinline)) void tile_##name(const char *x, const char *w, long stride, long depth, float *sums,      \
+                                                      long sums_stride, long fetch, const float *from, float *to, long rows,   \
+                                                      long cols)                                                               \
+    {                                                                                                                          \
+        tile_of(x, w, stride, depth, sums, sums_stride, dtype, fetch, from, to, rows, cols);                                   \
+    }
+TILE_OF(bf16, DTYPE_BF16)
+#ifndef DOT_BF16
+TILE_OF(fp16, DTYPE_FP16)
+TILE_OF(fp32, DTYPE_FP32)
+#endif
+
+INLINE void any_tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
+                     long fetch, const float *from, float *to, long rows, long cols)
+{
+    if (dtype == DTYPE_BF16)
+        tile_bf16(x, w, stride, depth, sums, sums_stride, fetch, from, to, rows, cols);
+#ifndef DOT_BF16
+    else if (dtype == DTYPE_FP16)
+        tile_fp16(x, w, stride, depth, sums, sums_stride, fetch, from, to, rows, cols);
+    else
+        tile_fp32(x, w, stride, depth, sums, sums_stride, fetch, from, to, rows, cols);
+#endif
 }
 
 /* The weight rows of a register tile with this many rows of x. */
@@ -237,15 +264,37 @@ INLINE void put(void *p, long at, float value, const int dtype)
         ((uint16_t *)p)[at] = narrow(value, dtype);
 }
 
-/* Multiply all rows of x by the weight rows [col, col + cols), as they lie in memory. */
+/* How much depth of x the first-level cache holds, in whole pieces. */
+INLINE long span_of(long rows, const int dtype)
+{
+    const long pieces = FEW_BYTES / (rows * PIECE(dtype) * packed_size(dtype));
+    return (pieces > 1 ? pieces : 1) * PIECE(dtype);
+}
+
+/* Multiply all rows of x, which are one tile, by the weight rows [col, col + cols). These are read as they lie in memory. */
+INLINE void multiply_tile(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
+{
+    const long stride = job->weight_stride * size_of(dtype), span = span_of(job->rows, dtype);
+    const long ahead = (1 + AHEAD / (TILE_COLS * at_most(span * size_of(dtype), stride))) * TILE_COLS * stride;
+    for (long from = 0; from < job->depth; from += span)
+        for (long c = 0; c < cols; c += TILE_COLS)
+            for (long k = from; k < at_most(from + span, job->depth); k += PIECE(dtype))
+                any_tile(packed_at(job, 0, k, dtype), (const char *)job->weight + (col + c) * stride + k * size_of(dtype), stride,
+                         at_most(job->depth - k, PIECE(dtype)), sums + c, job->block_cols, dtype, ahead, NULL, NULL, job->rows,
+                         at_most(cols - c, TILE_COLS));
+}
+
+/* The same for any number of rows. */
 INLINE void multiply(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long count = tiles(job->rows), stride = job->weight_stride * size_of(dtype), sums_stride = job->block_cols;
     /* The accumulators of a tile between the parts of a piece. */
     float carried[MOST_BLOCK_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
-    const long part = count > 1               ? DEPTH_BLOCK
-                      : job->rows <= MAX_ROWS ? PIECE(dtype)
-                                              : FEW_BYTES / (job->rows * packed_size(dtype)) / STEP * STEP;
+    const long part = count > 1 ? DEPTH_BLOCK : FEW_BYTES / (job->rows * packed_size(dtype)) / STEP * STEP;
+    if (job->rows <= MAX_ROWS) {
+        multiply_tile(job, sums, col, cols, dtype);
+        return;
+    }
     for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
         const long piece_end = at_most(job->depth, piece + PIECE(dtype));
         for (long number = 0; number < count; number++)
@@ -369,13 +418,12 @@ static const coded_fn coded_tiles[][MAX_ROWS] = {
 static long multiply_coded_tiles(const struct linear_job *job, float *sums, long col, long cols)
 {
     const struct codes *codes = job->codes;
-    const long item = packed_size(DECODED_DTYPE), piece = PIECE(DECODED_DTYPE);
+    const long piece = PIECE(DECODED_DTYPE);
     const coded_fn tile = job->rows <= MAX_ROWS ? coded_tiles[codes->packing][job->rows - 1] : NULL;
     if (!tile || job->depth % STEP || !has_steps(codes))
         return 0;
     const long whole = cols / TILE_COLS * TILE_COLS;
-    /* As much of x at a time as the first-level cache holds, so that weights are read as they lie. */
-    const long span = (1 + 32768 / (job->rows * piece * item)) * piece;
+    const long span = span_of(job->rows, DECODED_DTYPE);
     for (long from = 0; from < job->depth; from += span)
         for (long c = 0; c < whole; c += TILE_COLS)
             for (long k = from; k < at_most(from + span, job->depth); k += piece)
