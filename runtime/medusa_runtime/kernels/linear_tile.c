@@ -432,6 +432,15 @@ static long multiply_coded_tiles(const struct linear_job *job, float *sums, long
     return whole;
 }
 
+/* Prefetch one of several shares of the values [begin, begin + depth) of quantized weight rows. */
+INLINE void prefetch_share(const struct codes *codes, long row, long rows, long begin, long depth, long share, long shares)
+{
+    const long bits = BITS(codes->packing), bytes = depth * bits / 8;
+    for (long r = row; r < row + rows; r++)
+        for (long at = bytes * share / shares; at < bytes * (share + 1) / shares; at += LINE)
+            PREFETCH(row_of(codes, r) + begin * bits / 8 + at, 2);
+}
+
 /* The same as multiply for quantized weights. Some of their rows are floats at a time, and do not leave the cache. */
 static __attribute__((noinline)) void multiply_codes(const struct linear_job *job, float *sums, long col, long cols)
 {
@@ -451,10 +460,14 @@ static __attribute__((noinline)) void multiply_codes(const struct linear_job *jo
                 for (long number = 0; number < count; number++) {
                     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
                     const long wide = cols_of(rows);
-                    for (long c = 0; c < decoded; c += wide)
+                    const long next = k + depth < job->depth ? k + depth : 0; /* what is decoded next: beside these, or below */
+                    for (long c = 0; c < decoded; c += wide) {
+                        prefetch_share(job->codes, col + first + c + (next ? 0 : decoded), at_most(decoded - c, wide), next,
+                                       depth, number, count);
                         any_tile(packed_at(job, number, k, DTYPE), weights + c * stride, stride, depth,
                                  sums + start * sums_stride + first + c, sums_stride, DTYPE, 0, k > piece ? carried : NULL,
                                  k + depth < piece_end ? carried : NULL, rows, at_most(decoded - c, wide));
+                    }
                 }
             }
         }
