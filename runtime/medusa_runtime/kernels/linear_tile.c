@@ -2,69 +2,15 @@
  * AVX-512's dot products of bf16; on aarch64 with NEON, and with its dot products of bf16.
  *
  * Weights are read as they lie in memory (rows of depth), and are never repacked, so they may be read-only shared memory. Weights
- * of 16 bits are widened in registers where the CPU cannot multiply them directly, and quantized ones are decoded (decode.h). A register tile of R rows of x times C weight
- * rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
+ * of 16 bits are widened in registers where the CPU cannot multiply them directly, and quantized ones are decoded (coded_tile.h,
+ * decode.h). A register tile of R rows of x times C weight rows keeps R*C vector accumulators, so each weight vector is used R
+ * times and each x vector C times. */
 #include <string.h>
 
 #include "at_most.h"
-#include "decode.h"
+#include "coded_tile.h"
 #include "linear.h"
-#include "simd.h"
-
-#ifdef __aarch64__
-#ifdef DOT_BF16
-#define VARIANT linear_neon_bf16
-#else
-#define VARIANT linear_neon
-#endif
-#define MAX_ROWS 5
-#define TILE_COLS 4
-#elif defined DOT_BF16
-#define VARIANT linear_avx512_bf16
-#define MAX_ROWS 8
-#define TILE_COLS 3
-#elif LANES == 16
-#define VARIANT linear_avx512
-#define MAX_ROWS 6
-#define TILE_COLS 4
-#else
-#define VARIANT linear_avx2
-#define MAX_ROWS 4
-#define TILE_COLS 3
-#define FEW_ROWS 8 /* up to this many rows are one tile, with fewer weight rows: it reads each weight once */
-#endif
-#ifndef FEW_ROWS
-#define FEW_ROWS MAX_ROWS
-#endif
-
-#define LINE 64L /* bytes of a line of the cache */
-#define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
-#define FEW_BYTES 16384L  /* of x that are read again for each of a few weight rows */
-
-/* Depth is summed in pieces of this many elements, whatever the number of rows: only at the end of a piece are the lanes of an
- * accumulator added to each other. So a row's product has the same bits in every batch. */
-#define PIECE(dtype) (packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK)
-
-/* How many bytes ahead weights are prefetched, and into which cache: the first level (3) or the second (2). The first level
- * allows few outstanding misses, which would limit the bandwidth where the work between them is short. */
-#ifdef DOT_BF16
-#define AHEAD 8192L
-#define NEAR 2
-#else
-#define AHEAD 0L
-#define NEAR 3
-#endif
-
-/* Bytes of an element of x as the tiles read it. */
-INLINE long packed_size(const int dtype)
-{
-#ifdef DOT_BF16
-    if (dtype == DTYPE_BF16)
-        return 2;
-#endif
-    (void)dtype;
-    return 4;
-}
+#include "tile.h"
 
 INLINE void step(vf acc[FEW_ROWS][TILE_COLS], const char *x, const char *w, long stride, const int dtype, const int rows,
                  const int cols)
@@ -312,107 +258,6 @@ INLINE void multiply(const struct linear_job *job, float *sums, long col, long c
             }
     }
 }
-
-/* The dtype that quantized weights are decoded to. */
-#ifdef DOT_BF16
-#define DECODED_DTYPE DTYPE_BF16
-#else
-#define DECODED_DTYPE DTYPE_FP32
-#endif
-
-/* The same as tile for a piece of depth, from `begin` on, of TILE_COLS quantized weight rows from `row` on. They are decoded in
- * registers. */
-INLINE void coded_tile(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
-                       long sums_stride, const int packing, const int rows)
-{
-    vf acc[MAX_ROWS][TILE_COLS];
-    struct numbers numbers[TILE_COLS];
-    const long bits = BITS(packing), row_bytes = codes->columns * bits / 8, wide = codes->wide;
-    const long ahead = (1 + AHEAD / (TILE_COLS * row_bytes)) * TILE_COLS * row_bytes;
-    const long first = begin / wide, groups_here = (begin + depth - 1) / wide - first + 1;
-    const uint8_t *values = row_of(codes, row) + begin * bits / 8;
-#pragma GCC unroll 8
-    for (int c = 0; c < TILE_COLS; c++) {
-        const char *scales = (const char *)codes->scale + line_of(codes, row + c + 2 * TILE_COLS) * scale_bytes(codes);
-        for (long at = 0; at < groups_here * scale_bytes(codes); at += LINE) /* those of the tile after the next */
-            PREFETCH(scales + first * scale_bytes(codes) + at, 3);
-        read_numbers(codes, line_of(codes, row + c), first, groups_here, numbers[c].scale, numbers[c].zero);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            acc[r][c] = ZERO();
-    }
-    long end = (first + 1) * wide - begin;
-    for (long k = 0, number = 0; k < depth; number++, end += wide) {
-        const long stop = at_most(end, depth);
-        struct group groups[TILE_COLS];
-#pragma GCC unroll 8
-        for (int c = 0; c < TILE_COLS; c++)
-            groups[c] = group_of(numbers[c].scale[number], numbers[c].zero[number], packing);
-        for (; k < stop; k += STEP) {
-            const char *here = x + k * rows * packed_size(DECODED_DTYPE);
-            if (k * bits / 8 % LINE == 0)
-#pragma GCC unroll 8
-                for (int c = 0; c < TILE_COLS; c++) /* the weights of the next tiles: see tile */
-                    PREFETCH(values + c * row_bytes + k * bits / 8 + ahead, NEAR);
-#ifdef DOT_BF16
-#pragma GCC unroll 8
-            for (int c = 0; c < TILE_COLS; c++) {
-                const vi weights = bf16_at(&groups[c], values + c * row_bytes, k, packing);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    acc[r][c] = DOT_BF16(acc[r][c], weights, LOAD_INT(here + r * STEP * 2));
-            }
-#else
-#pragma GCC unroll 8
-            for (int c = 0; c < TILE_COLS; c++)
-#pragma GCC unroll 2
-                for (int half = 0; half < STEP; half += LANES) {
-                    const vf weights = floats_at(&groups[c], values + c * row_bytes, k + half, packing);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++)
-                        acc[r][c] = FMA(weights, LOAD((const float *)here + r * STEP + half), acc[r][c]);
-                }
-#endif
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < TILE_COLS; c++)
-            sums[r * sums_stride + c] += SUM(acc[r][c]);
-}
-
-/* Functions of their own, so that each has all registers. */
-typedef void (*coded_fn)(const struct codes *, const char *x, long row, long begin, long depth, float *sums, long sums_stride);
-
-#define CODED(packing, rows)                                                                                                   \
-    static __attribute__((noinline)) void coded_##packing##_##rows(const struct codes *codes, const char *x, long row,         \
-                                                                   long begin, long depth, float *sums, long sums_stride)      \
-    {                                                                                                                          \
-        coded_tile(codes, x, row, begin, depth, sums, sums_stride, packing, rows);                                             \
-    }
-#define CODED_NAME(packing, rows) coded_##packing##_##rows,
-/* Apply a macro to a packing with each number of rows that one tile may have. */
-#if MAX_ROWS == 8
-#define EACH(f, packing)                                                                                                       \
-    f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6) f(packing, 7) f(packing, 8)
-#elif MAX_ROWS == 6
-#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5) f(packing, 6)
-#elif MAX_ROWS == 5
-#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4) f(packing, 5)
-#else
-#define EACH(f, packing) f(packing, 1) f(packing, 2) f(packing, 3) f(packing, 4)
-#endif
-EACH(CODED, SIGNED)
-EACH(CODED, NIBBLES)
-EACH(CODED, E4M3)
-EACH(CODED, E2M1)
-static const coded_fn coded_tiles[][MAX_ROWS] = {
-    [SIGNED] = {EACH(CODED_NAME, SIGNED)},
-    [NIBBLES] = {EACH(CODED_NAME, NIBBLES)},
-    [E4M3] = {EACH(CODED_NAME, E4M3)},
-    [E2M1] = {EACH(CODED_NAME, E2M1)},
-};
 
 /* Multiply all rows of x by as many of the weight rows [col, col + cols) as are whole tiles, and return how many. */
 static long multiply_coded_tiles(const struct linear_job *job, float *sums, long col, long cols)
