@@ -21,6 +21,7 @@ OURS: Labels = {
     "torch": Label(
         "medusa-runtime", "`medusa serve`, from a process that does not exist yet to the first token over HTTP."
     ),
+    "torch-snapshot": Label("medusa-runtime, from a snapshot", "The same after `medusa snapshot`."),
     "torch-prewarmed": Label("medusa-runtime, pre-warmed", _WITH_AGENT),
     "vllm-cold": Label("medusa-runtime with vLLM", "`medusa serve --engine vllm`, without compiled code."),
     "vllm-prewarmed": Label("medusa-runtime with vLLM, pre-warmed", _WITH_AGENT),

@@ -94,8 +94,8 @@ class Medusa:
 
     def start(self, question: Question, *flags: str) -> ServedInstance:
         arguments = ("--model", question.model, *self._flags, *question.flags, *flags)
-        # An agent that happens to run on this machine has no part in a cold start.
-        env = {"MEDUSA_LOG_LEVEL": "warning", "MEDUSA_NODE_SOCKET": "none", **question.env}
+        # An agent or a snapshot that happens to be on this machine has no part in a cold start.
+        env = {"MEDUSA_LOG_LEVEL": "warning", "MEDUSA_NODE_SOCKET": "none", "MEDUSA_SNAPSHOTS": "none", **question.env}
         return ServedInstance(serve_command(*arguments, python=self._python), env)
 
     def sample(self, question: Question) -> Sample:
@@ -105,6 +105,7 @@ class Medusa:
             ready_s = instance.since_start_s()
             stages = instance.stages()
             pids = instance.tree()
+            self.check(instance)
             return Sample(
                 ttft_s=(answer.first_token_ns - instance.started_ns) / 1e9,
                 text=answer.text,
@@ -114,6 +115,9 @@ class Medusa:
                 stages=stages,
                 began_ns=instance.started_ns,
             )
+
+    def check(self, instance: ServedInstance) -> None:
+        """Check what else must be true of a sample; a subclass raises MedusaError when it is not."""
 
     def close(self) -> None:
         """Do nothing: this contestant keeps nothing from one sample to the next."""

@@ -46,9 +46,6 @@ class PrewarmedMedusa(Medusa):
         self._node.wait_warm(question.model)  # the next one warms up now, and not while others are measured
         return sample
 
-    def check(self, instance: ServedInstance) -> None:
-        """Check what else must be true of a sample; a subclass raises MedusaError when it is not."""
-
     def close(self) -> None:
         self._node.close()
 

@@ -10,6 +10,7 @@ from medusa_runtime.errors import ConfigError, MissingPackageError
 
 from .contestants import Contestant, Medusa
 from .prewarmed import PrewarmedMedusa
+from .resumed import ResumedMedusa
 
 _EAGER = ("--compile", "never")
 ContestantFactory = Callable[[str], Contestant]
@@ -17,6 +18,7 @@ ContestantFactory = Callable[[str], Contestant]
 # Name → a function from the interpreter that has vLLM to the contestant.
 ROWS: dict[str, ContestantFactory] = {
     "torch": lambda _: Medusa(),
+    "torch-snapshot": lambda _: ResumedMedusa(name="torch-snapshot"),
     "torch-prewarmed": lambda _: PrewarmedMedusa("torch", name="torch-prewarmed", python=sys.executable),
     "vllm-cold": lambda python: Medusa("vllm", name="vllm-cold", python=python, flags=_EAGER),
     "vllm-prewarmed": lambda python: PrewarmedMedusa("vllm", name="vllm-prewarmed", python=python, flags=_EAGER),
