@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [
+    ROOT / "runtime/medusa_snapshot",
     ROOT / "runtime/medusa_runtime",
     ROOT / "runtime/medusa_vllm",
     ROOT / "handler/medusa_handler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["runtime", "handler", "adapters", "templates", "pyproject.toml", "README.md", "hatch_build.py"]
-PACKAGES = ["medusa_runtime", "medusa_handler", "medusa_adapters"]
+PACKAGES = ["medusa_snapshot", "medusa_runtime", "medusa_handler", "medusa_adapters"]
 LIBRARY = "medusa_runtime/kernels/libmedusa_kernels.so"
 CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 
@@ -110,6 +111,17 @@ for name in new.TEMPLATES:
 def test_wheel_with_kernels_names_its_platform(wheel: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
     assert LIBRARY in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+def test_an_installed_package_makes_snapshots(installed: Path, tmp_path: Path) -> None:
+    assert os.access(installed / "medusa_runtime/kernels/medusa-resume", os.X_OK)
+    command = "from medusa_adapters.cli.main import main\nsys.exit(main(['snapshot', '--out', sys.argv[1]]))"
+    script = f"import sys; sys.path.insert(0, {str(installed)!r})\n{command}"
+    environ = {**os.environ, "PYTHONPATH": str(installed)}
+    made = subprocess.run([sys.executable, "-c", script, tmp_path], env=environ, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert b"installed" in next(tmp_path.glob("serve-*/conditions")).read_bytes()
 
 
 @pytest.mark.skipif(CROSS_COMPILER is None, reason="no aarch64-linux-gnu-gcc")
