@@ -214,15 +214,15 @@ def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) 
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "hatch_build.py", "runtime/medusa_runtime/kernels/linear.c", "tests/test_packaging.py"} <= names
-    for target, tag in (
+    for system, tag in (
         ("manylinux_2_27_x86_64", "-py3-none-manylinux_2_27_x86_64."),
         ("manylinux_2_27_aarch64", f"-py3-none-{'manylinux_2_27_aarch64' if CROSS_COMPILER else 'any'}."),
         ("manylinux_2_27_ppc64le", "-py3-none-any."),
     ):
         for python in ("3.11", "3.15"):
-            target = tmp_path / f"{target}-{python}"
+            target = tmp_path / f"{system}-{python}"
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-index", "--find-links"]
-            command += [str(wheels), "--only-binary=:all:", "--target", target, "--python-version", python]
+            command += [str(wheels), "--only-binary=:all:", "--platform", system, "--python-version", python]
             subprocess.run([*command, "--dest", str(target), "medusa-runtime"], check=True, capture_output=True)
             (found,) = target.iterdir()
             assert tag in found.name
