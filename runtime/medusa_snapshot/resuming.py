@@ -11,7 +11,7 @@ from .conditions import conditions, difference, processor
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MEMORY, CONDITIONS = "memory", "conditions"
 _VARIABLE = "MEDUSA_RESUME"
@@ -37,16 +37,33 @@ def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
     It goes on with the ``arguments``. This function returns only if there is no snapshot that can be used: None if
     there is none, and otherwise the reason. A folder may have several, of different processors.
     """
-    try:
-        places = [each for each in os.listdir(folder) if each.startswith(name + "-")]
-    except OSError:
-        return None
-    best = os.path.basename(place(folder, name))
-    reasons = [_resume(os.path.join(folder, each), arguments) for each in sorted(places, key=lambda each: each != best)]
+    reasons = [
+        _use(path, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in _places(folder, name)
+    ]
     return reasons[0] if reasons else None
 
 
-def _resume(path: str, arguments: Sequence[str]) -> str:
+def look(folder: str, name: str) -> tuple[str, str | None] | None:
+    """Return the snapshot that a start would use, with None, or the likeliest one and why it cannot be used.
+
+    Returns None if there is none.
+    """
+    found = [(path, _use(path, lambda *_: None)) for path in _places(folder, name)]
+    return next((each for each in found if each[1] is None), found[0]) if found else None
+
+
+def _places(folder: str, name: str) -> list[str]:
+    """Return where snapshots are, first the one that is made on a processor like this machine's."""
+    best = place(folder, name)
+    try:
+        paths = [os.path.join(folder, each) for each in os.listdir(folder) if each.startswith(name + "-")]
+    except OSError:
+        return []
+    return sorted(paths, key=lambda path: path != best)
+
+
+def _use(path: str, use: Callable[[str, int], str | None]) -> str | None:
+    """Call ``use`` with the program that continues this snapshot, and with its memory. Or return why it cannot be."""
     opened: list[int] = []
     try:
         opened.append(inside := os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -59,7 +76,7 @@ def _resume(path: str, arguments: Sequence[str]) -> str:
         saved = marshal.loads(os.read(conditions_fd, _MOST_CONDITIONS_BYTES))
         if os.fstat(memory_fd).st_size != saved["memory_bytes"]:
             return "its memory was not written as a whole"
-        return difference(saved, conditions(os.environ)) or _execute(saved["program"], memory_fd, arguments)
+        return difference(saved, conditions(os.environ)) or use(saved["program"], memory_fd)
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
         return f"it cannot be read ({error})"
     finally:

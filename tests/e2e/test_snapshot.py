@@ -138,6 +138,19 @@ def test_a_snapshot_of_other_circumstances_is_named_and_not_used(start: Start, e
     assert serving.stop() == 0
 
 
+def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> None:
+    def finding(*arguments: str | Path) -> str:
+        output = medusa("doctor", "--port", "0", *arguments).stdout
+        return next(line for line in output.splitlines() if line.split()[1] == "snapshot")
+
+    assert finding("--snapshots", snapshots).split() == ["ok", "snapshot", place(str(snapshots), NAME)]
+    assert f"none in {tmp_path}; with `medusa snapshot`" in finding("--snapshots", tmp_path)
+    assert finding("--snapshots", "none").startswith("-")
+    subprocess.run(["cp", "-r", snapshots, tmp_path / "other"], check=True)
+    os.truncate(Path(place(str(tmp_path / "other"), NAME), MEMORY), 4096)
+    assert "its memory was not written as a whole" in finding("--snapshots", tmp_path / "other")
+
+
 def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path) -> None:
     memory = Path(place(str(snapshots), NAME), MEMORY)
     assert _SECRET.encode() not in memory.read_bytes()

@@ -21,7 +21,9 @@ from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
 from medusa_runtime.resource_limits import LEAST_FILES
+from medusa_snapshot.resuming import default_folder, look
 
+from . import serving_process
 from .flags import add_model, model_argument
 from .progress import printable, size
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_FILES = 1024
 _CPU_TORCH = f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
-_FLAGS = ("engine", "handler", "host", "port")  # of serve
+_FLAGS = ("engine", "handler", "host", "port", "snapshots")  # of serve
 _EXTRAS = {
     "boto3": ("s3", "s3:// needs it"),
     "fsspec": ("fsspec", "gs://, az:// and other URLs need it"),
@@ -73,6 +75,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     """Run all checks, the quick ones first."""
     for check in _CHECKS:
         yield from check()
+    yield _snapshot(settings)
     yield _port(settings)
     yield from _torch()
     if settings.model is not None:
@@ -164,6 +167,17 @@ def _version(package: str) -> str | None:
         return version(package) if find_spec(package) else None
     except PackageNotFoundError:
         return "installed"
+
+
+def _snapshot(settings: Settings) -> Finding:
+    if settings.snapshots == "none":
+        return Finding("-", "snapshot", "none is used (--snapshots none)")
+    folder = default_folder() if settings.snapshots == "auto" else settings.snapshots
+    found = look(folder, serving_process.NAME)
+    if found is None:
+        return Finding("-", "snapshot", f"none in {folder}; with `medusa snapshot`, starts on a CPU need not import")
+    path, why = found
+    return Finding("warn", "snapshot", f"{path}: {why}", "medusa snapshot") if why else Finding("ok", "snapshot", path)
 
 
 def _port(settings: Settings) -> Finding:
