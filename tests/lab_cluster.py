@@ -30,6 +30,7 @@ PATIENCE_S = 240.0
 SETTINGS = {"threads": "1", "device": "cpu", "kv_cache_mb": "64"}
 GROUP_LINK = LinkSpeed(0.6e6)  # 10 s for the example
 GROUP_SLO_S = 6.0
+_SHOWN_CHARACTERS = 2000  # of a node's log
 
 
 class ClusterWithRay(LabCluster):
@@ -51,9 +52,10 @@ class ClusterWithRay(LabCluster):
         return [item for path in sockets for item in asyncio.run(call(path, {"op": "status"}))["instances"]]
 
     def told(self) -> str:
-        """The cluster's events and its instances' logs, as text."""
+        """The cluster's events, the ends of its nodes' logs and its instances' logs, as text."""
         lines = [f"{event['at']:.1f} {event['kind']}: {event['text']}" for event in self.status()["events"]]
         for node in self.lab.nodes:
+            lines += [f"{node}:", self.log(node).read_text()[-_SHOWN_CHARACTERS:]]
             for path in (self.lab.node_folder(node) / "logs").glob("instance-*.log"):
                 lines += [f"{node}: {path.name}:", path.read_text()]
         return "\n".join((*lines, str(self.instances())))

@@ -31,9 +31,9 @@ def test_a_second_instance_gets_its_weights_from_a_peer() -> None:
     with Laboratory(2, LinkSpeed(50e6), origin={"m": EXAMPLE}) as lab:
         cluster = ClusterWithoutRay(lab, prewarm="vllm=1")
         cluster.start()
-        until(lambda: all(node["memory_bytes"] for node in cluster.status()["nodes"]))
+        until(lambda: all(node["memory_bytes"] for node in cluster.status()["nodes"]), cluster.told)
         for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node, "vllm"))
+            until(lambda node=node: cluster.is_warm(node, "vllm"), cluster.told)
         cluster.start_gateway(8080)
         url = lab.forward(0, "switch", 8080)
         command = ["deploy", "m", "--model", f"{lab.origin_url}/m", "--engine", "vllm", "--min", "0", "--max", "2"]
@@ -61,7 +61,7 @@ def test_a_group_of_vllm_workers_answers_and_becomes_an_instance() -> None:
         cluster = ClusterWithoutRay(lab, prewarm="vllm=1")
         cluster.start()
         for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node, "vllm"))
+            until(lambda node=node: cluster.is_warm(node, "vllm"), cluster.told)
         cluster.start_gateway(8080)
         url = lab.forward(0, "switch", 8080)
         seeds = (None, 7)
