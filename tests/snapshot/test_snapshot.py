@@ -127,6 +127,28 @@ def test_what_is_random_differs_in_each(tmp_path: Path) -> None:
     assert not set(first.split()) & set(second.split())
 
 
+def test_memory_that_a_child_finds_empty_is_empty(tmp_path: Path) -> None:
+    """libc and OpenSSL keep the state of random numbers there, so that two processes never have the same."""
+    saved = Saved(
+        tmp_path,
+        """
+        import mmap, os
+        MADV_WIPEONFORK = 18
+        secret = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        secret.madvise(MADV_WIPEONFORK)
+        secret[:6] = b"secret"
+        def resumed(arguments):
+            found = bytes(secret[:6])
+            secret[:6] = b"secret"
+            child = os.fork()
+            if not child:
+                os._exit(secret[0])
+            print(found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+    )
+    assert saved.resume() == "b'\\x00\\x00\\x00\\x00\\x00\\x00' 0\n"
+
+
 def test_signals_are_those_of_a_new_process(tmp_path: Path) -> None:
     saved = Saved(
         tmp_path,
@@ -200,8 +222,9 @@ def test_without_a_snapshot_there_is_no_reason(tmp_path: Path) -> None:
 def test_another_environment_or_a_changed_file_is_noticed(tmp_path: Path) -> None:
     module = tmp_path / "a_module.py"
     module.write_text("x = 1")
-    saved = Saved(tmp_path, "import a_module\n" + _TRIVIAL, {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "2"})
-    same = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    same = {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    saved = Saved(tmp_path, "import a_module\n" + _TRIVIAL, same)
     assert saved.resume(environ=same | {"OTHER": "1"}) == "resumed\n"
     assert saved.resume(environ={**same, "OMP_NUM_THREADS": "3"}) == (
         "plain it was made with OMP_NUM_THREADS=2, found OMP_NUM_THREADS=3\n"
