@@ -132,6 +132,8 @@ def start_resumed(message_fd: int) -> tuple[list[str], int]:
     with open("/proc/self/comm", "w") as comm:
         comm.write(name.rstrip("\n"))
     time.tzset()
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # it is chosen by the environment, once
     _renew_signals()
     _reopen_streams()
     _renew_secrets()

@@ -78,6 +78,8 @@ def test_the_commands_of_the_page_run(
         container = start(name, *run[5:-1])
         container.wait_ready()
         assert container.request("POST", "/", {"name": "you"})[1] == {"hello": "you", "uid": 1000, "iniconfig": True}
+        program = podman("exec", container.name, "readlink", "/proc/1/exe").stdout.strip()
+        assert program.endswith("/medusa-resume"), "expected it to continue from the snapshot in the image"
         container.remove()
     finally:
         podman("rmi", "--force", name, check=False)

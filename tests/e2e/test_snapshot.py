@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,25 @@ def test_a_snapshot_of_other_circumstances_is_named_and_not_used(start: Start, e
     expected = "the snapshot is not used: it was made with no OMP_NUM_THREADS, found OMP_NUM_THREADS=1"
     assert expected in (serving.folder / "serve.log").read_text()
     assert serving.stop() == 0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_continues_from_what_root_has_saved(start: Start, example: Path, snapshots: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="m") as folder:
+        os.chmod(folder, 0o755)
+        subprocess.run(["cp", "-r", snapshots, f"{folder}/snapshots"], check=True)
+        os.chmod(f"{folder}/snapshots", 0o755)
+        wrapper = ["setpriv", "--reuid", "4321", "--regid", "4321", "--clear-groups"]
+        serving = start("--model", example, "--snapshots", f"{folder}/snapshots", wrapper=wrapper)
+        serving.temporary.chmod(0o777)
+        assert serving.complete()["choices"]
+        assert continues(serving)
+        status = Path(f"/proc/{serving.child('worker')}/status").read_text()
+        assert [line.split()[1:] for line in status.splitlines() if line.startswith(("Uid", "Gid"))] == [
+            ["4321"] * 4
+        ] * 2
+        assert serving.stop() == 0
 
 
 def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> None:

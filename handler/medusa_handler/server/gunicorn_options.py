@@ -56,6 +56,9 @@ def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats)
         # A proxy beside us (queue-proxy) passes clients' headers on, and none of them may move our routes.
         "forwarded_allow_ips": "",
         "forwarder_headers": "",
+        # By default, those of the process that imported gunicorn, which may have been another (medusa_snapshot).
+        "user": os.geteuid(),
+        "group": os.getegid(),
         "control_socket_disable": True,
         "loglevel": "warning",
         "accesslog": None,
