@@ -133,7 +133,7 @@ def start_resumed(message_fd: int) -> tuple[list[str], int]:
         comm.write(name.rstrip("\n"))
     time.tzset()
     if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # it is chosen by the environment, once
+        vars(sys.modules["tempfile"])["tempdir"] = None  # it is chosen by the environment, once
     _renew_signals()
     _reopen_streams()
     _renew_secrets()
