@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 # Variables that Python or a library reads while it starts, so that a snapshot has what they said.
 _VARIABLES = (
-    "ATEN_", "CUDA_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_AUDIT", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "PYTHON",
-    "PYTORCH_", "TORCH",
+    "ATEN_", "CUDA_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKLDNN_", "MKL_",
+    "OMP_", "ONEDNN_", "OPENSSL_", "PYTHON", "PYTORCH_", "TORCH",
 )  # fmt: skip
 _IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # these change nothing that is kept
-_FLAGS = ("debug", "optimize", "isolated", "no_user_site", "no_site", "utf8_mode")
+_OURS = {"GOMP_SPINCOUNT": "2000"}  # share_cores sets it, also for processes that an instance starts
+_FLAGS = (
+    "debug", "optimize", "isolated", "ignore_environment", "no_user_site", "no_site", "utf8_mode", "dev_mode",
+    "bytes_warning",
+)  # fmt: skip
 # A processor's flags for instructions that programs use, by their beginnings. The others concern the kernel.
 _INSTRUCTIONS = (
     "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "clflush", "cldemote", "clwb", "clzero", "cmov", "cmp",
@@ -30,13 +34,15 @@ _REGISTERS = ("amx_tile", "apx", "avx", "avx512f", "mpx", "ospke")
 
 def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what a snapshot that is saved now depends on, apart from files."""
-    python = (sys.version, sys.prefix, [getattr(sys.flags, name) for name in _FLAGS], sys._xoptions)
+    flags = [getattr(sys.flags, name) for name in _FLAGS]
+    python = (sys.version, sys.prefix, flags, sys._xoptions, sys.warnoptions, sys.getfilesystemencoding())
     return {"python": python, "processor": processor(), "variables": variables(environ)}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a snapshot depends on."""
-    return {name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES) and name not in _IGNORED}
+    names = (name for name in sorted(environ) if name.startswith(_VARIABLES) and name not in _IGNORED)
+    return {name: environ[name] for name in names if environ[name] != _OURS.get(name)}
 
 
 def processor() -> list[str]:
@@ -66,7 +72,7 @@ def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str,
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return why a snapshot that was saved under these conditions cannot be used now, or None if it can be."""
     if saved["python"] != now["python"]:
-        return "it was made by another Python, in another place, or with other flags of Python"
+        return "it was made by another Python, in another place, or with other flags or another encoding of Python"
     if (why := _other_processor(set(saved["processor"]), set(now["processor"]))) is not None:
         return why
     was, found = saved["variables"], now["variables"]

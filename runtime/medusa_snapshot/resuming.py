@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import marshal
 import os
 import sys
@@ -12,9 +13,11 @@ from .conditions import conditions, difference, processor
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import NoReturn, TextIO
 
 MEMORY, CONDITIONS = "memory", "conditions"
 _VARIABLE = "MEDUSA_RESUME"
+_TRIES = 3
 _MOST_CONDITIONS_BYTES = 16 << 20
 
 
@@ -37,9 +40,13 @@ def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
     It goes on with the ``arguments``. This function returns only if there is no snapshot that can be used: None if
     there is none, and otherwise the reason. A folder may have several, of different processors.
     """
-    reasons = [
-        _use(path, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in _places(folder, name)
-    ]
+    if (why := os.environ.pop(_VARIABLE, None)) is not None:  # it was continued, and has started anew
+        return why
+    try:
+        paths = _places(folder, name)
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    reasons = [_use(path, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in paths]
     return reasons[0] if reasons else None
 
 
@@ -48,16 +55,23 @@ def look(folder: str, name: str) -> tuple[str, str | None] | None:
 
     Returns None if there is none.
     """
-    found = [(path, _use(path, lambda *_: None)) for path in _places(folder, name)]
+    try:
+        paths = _places(folder, name)
+    except OSError as error:
+        return folder, f"{error.filename} cannot be read: {error.strerror}"
+    found = [(path, _use(path, lambda *_: None)) for path in paths]
     return next((each for each in found if each[1] is None), found[0]) if found else None
 
 
 def _places(folder: str, name: str) -> list[str]:
-    """Return where snapshots are, first the one that is made on a processor like this machine's."""
+    """Return where snapshots are, first the one that is made on a processor like this machine's.
+
+    Raises OSError if the folder is there but cannot be read.
+    """
     best = place(folder, name)
     try:
         paths = [os.path.join(folder, each) for each in os.listdir(folder) if each.startswith(name + "-")]
-    except OSError:
+    except FileNotFoundError:
         return []
     return sorted(paths, key=lambda path: path != best)
 
@@ -99,16 +113,31 @@ def _execute(program: str, memory_fd: int, arguments: Sequence[str]) -> str:
         return "Python does not know where it is"
     with open("/proc/self/comm") as file:
         name = file.read()  # execution will change it
+    message = {
+        "arguments": list(arguments),
+        "environ": dict(os.environ),
+        "path": sys.path,
+        "argv": [sys.argv[0], *arguments],
+        "orig_argv": sys.orig_argv,
+        "dont_write_bytecode": sys.dont_write_bytecode,
+        "streams": [_nature(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "name": name,
+    }
     message_fd = os.memfd_create("medusa-resume", 0)
-    os.write(message_fd, marshal.dumps((list(arguments), dict(os.environ), sys.path, name, time.monotonic_ns())))
+    os.write(message_fd, marshal.dumps(message))
     try:
         os.set_inheritable(memory_fd, True)
         # If memory cannot be mapped, the program executes this one anew, without a snapshot.
-        variables = {**os.environ, _VARIABLE: f"{memory_fd},{message_fd},{sys.executable}"}
+        variables = {**os.environ, _VARIABLE: f"{_TRIES},{memory_fd},{message_fd},{sys.executable}"}
         os.execve(program, command_line(), variables)
     except OSError as error:
         os.close(message_fd)
         return f"{program}: {error.strerror}"
+
+
+def start_anew(why: str) -> NoReturn:
+    """Start this process, which continues from a snapshot, once more without it."""
+    os.execve(sys.executable, command_line(), {**os.environ, _VARIABLE: why})
 
 
 def command_line() -> list[bytes]:
@@ -117,28 +146,36 @@ def command_line() -> list[bytes]:
         return file.read().removesuffix(b"\0").split(b"\0")
 
 
-def start_resumed(message_fd: int) -> tuple[list[str], int]:
+def start_resumed(message_fd: int) -> list[str]:
     """Read what the process said that this one continues, and bring up to date what the snapshot has of old.
 
-    Returns its arguments, and when it was continued (in nanoseconds of CLOCK_MONOTONIC).
+    Returns its arguments.
     """
     with open(message_fd, "rb") as file:
         file.seek(0)
-        arguments, environ, import_path, name, start_ns = marshal.loads(file.read())
-    if dict(os.environ) != environ:
+        message = marshal.loads(file.read())
+    if dict(os.environ) != message["environ"]:
         os.environ.clear()
-        os.environ.update(environ)
-    sys.argv[1:], sys.path[:] = arguments, import_path
-    with open("/proc/self/comm", "w") as comm:
-        comm.write(name.rstrip("\n"))
+        os.environ.update(message["environ"])
+    sys.path[:], sys.argv[:], sys.orig_argv[:] = message["path"], message["argv"], message["orig_argv"]
+    sys.dont_write_bytecode = message["dont_write_bytecode"]
+    try:
+        with open("/proc/self/comm", "w") as comm:
+            comm.write(message["name"].rstrip("\n"))
+    except OSError:
+        pass  # /proc is mounted for reading alone, and the name shows in ps
     time.tzset()
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # it is chosen by the environment, once
+    for place, finder in list(sys.path_importer_cache.items()):
+        if finder is None:  # there was no such folder
+            del sys.path_importer_cache[place]
     _renew_signals()
-    _reopen_streams()
+    _reopen_streams(message["streams"])
     _renew_secrets()
     _renew_threads()
-    return arguments, start_ns
+    arguments: list[str] = message["arguments"]
+    return arguments
 
 
 def _renew_signals() -> None:
@@ -156,19 +193,26 @@ def _renew_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
+    if "faulthandler" in sys.modules and (faults := sys.modules["faulthandler"]).is_enabled():
+        faults.disable()
+        faults.enable()
 
 
-def _reopen_streams() -> None:
-    """Open the standard streams as Python does when it starts: what they are connected to has changed."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            interactive = os.isatty(number)
-            stream = open(  # noqa: SIM115
-                number, "w" if number else "r", 1 if interactive or number == 2 else -1, closefd=False,
-                errors="backslashreplace" if number == 2 else None,
-            )  # fmt: skip
-        except OSError:
-            stream = None  # it is closed
+def _nature(stream: TextIO | None) -> tuple[str, str | None, bool, bool] | None:
+    """Return how Python has opened a standard stream, which depends on a terminal, the locale, and variables."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return None  # it is closed
+    return stream.encoding, stream.errors, stream.line_buffering, stream.write_through
+
+
+def _reopen_streams(natures: Sequence[tuple[str, str | None, bool, bool] | None]) -> None:
+    """Open the standard streams as Python has opened those of the process that this one continues."""
+    for number, (name, nature) in enumerate(zip(("stdin", "stdout", "stderr"), natures, strict=True)):
+        stream = None
+        if nature is not None:
+            encoding, errors, line_buffering, write_through = nature
+            file = open(number, "wb" if number else "rb", 0 if write_through else -1, closefd=False)  # noqa: SIM115
+            stream = io.TextIOWrapper(file, encoding, errors, "\n", line_buffering, write_through)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -187,8 +231,20 @@ def _renew_secrets() -> None:
 
 
 def _renew_threads() -> None:
-    """Let torch use as many threads as there are CPUs here. It has counted those of the machine of the snapshot."""
-    if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:
+    """Let torch use a thread for each core, as by default. It has counted those of the machine of the snapshot."""
+    if "torch" in sys.modules and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         torch = sys.modules["torch"]
-        if torch.get_num_threads() != (cpus := len(os.sched_getaffinity(0))):
-            torch.set_num_threads(cpus)
+        if torch.get_num_threads() != (cores := _cores()):
+            torch.set_num_threads(cores)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use. A core may have several CPUs (hyper-threads)."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as siblings:
+                cores.add(siblings.read())
+        except OSError:  # this sandbox does not show it
+            cores.add(str(cpu))
+    return len(cores)

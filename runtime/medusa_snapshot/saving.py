@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import marshal
 import os
@@ -24,7 +25,7 @@ class SnapshotError(Exception):
 
 
 def save(
-    folder: str, name: str, library: Path, environ: Mapping[str, str], resumed: Callable[[list[str], int], int]
+    folder: str, name: str, library: Path, environ: Mapping[str, str], resumed: Callable[[list[str]], int]
 ) -> Path:
     """Save this process as the snapshot ``name`` in a folder, and return where it is.
 
@@ -38,8 +39,10 @@ def save(
     call, program = _saving_function(library), library.with_name("medusa-resume")
     target = Path(place(folder, name))
     new = target.with_name(f".new-{target.name}-{os.getpid()}")
+    if not program.exists():
+        raise SnapshotError(f"expected the program {program}, found none; it is built with the compiled kernels")
     _check_alone()
-    shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
+    _remove_unfinished(target)
     new.mkdir(mode=0o700, parents=True)
     try:
         gc.collect()
@@ -62,12 +65,29 @@ def save(
         (new / CONDITIONS).write_bytes(marshal.dumps(saved))
         for path, mode in ((new, 0o755), (new / CONDITIONS, 0o644), (new / MEMORY, 0o644)):
             path.chmod(mode)  # whatever the umask
-        shutil.rmtree(target, ignore_errors=True)
-        new.rename(target)
+        _replace(target, new)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
     return target
+
+
+def _remove_unfinished(target: Path) -> None:
+    """Remove what processes have left that were killed while they saved."""
+    for path in target.parent.glob(f".new-{target.name}-*"):
+        if not os.path.exists(f"/proc/{path.name.rpartition('-')[2]}") or path.name.endswith(f"-{os.getpid()}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Put a new snapshot in the place of an old one. Of processes that do so at the same time, the last one wins."""
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)
+    finally:
+        os.close(folder)
 
 
 def _saving_function(library: Path) -> Callable[..., int]:
@@ -102,12 +122,14 @@ def _open_file(number: int) -> str | None:
         return None  # it was the listing of the folder
 
 
-def _run(resumed: Callable[[list[str], int], int], message_fd: int) -> NoReturn:
+def _run(resumed: Callable[[list[str]], int], message_fd: int) -> NoReturn:
     status = 70
     try:
-        status = resumed(*start_resumed(message_fd))
+        status = resumed(start_resumed(message_fd))
     except SystemExit as request:
-        status = request.code if isinstance(request.code, int) else 1
+        status = request.code if isinstance(request.code, int) else int(request.code is not None)
+        if isinstance(request.code, str):
+            print(request.code, file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
     except BaseException:  # noqa: BLE001

@@ -175,6 +175,37 @@ def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> 
     assert "its memory was not written as a whole" in finding("--snapshots", tmp_path / "other")
 
 
+def test_a_folder_of_snapshots_may_be_moved(start: Start, example: Path, snapshots: Path, tmp_path: Path) -> None:
+    moved = snapshots.rename(tmp_path / "moved")
+    try:
+        serving = start("--model", example, "--snapshots", moved)
+        assert serving.complete()["choices"]
+        assert continues(serving)
+        assert serving.stop() == 0
+    finally:
+        moved.rename(snapshots)
+
+
+def test_a_handler_gets_the_packages_beside_it(start: Start, snapshots: Path, tmp_path: Path) -> None:
+    (tmp_path / "urllib3").mkdir()
+    (tmp_path / "urllib3" / "__init__.py").write_text("own = 1")
+    (tmp_path / "handler.py").write_text("def handle(request):\n    import urllib3; return {'own': urllib3.own}\n")
+    serving = start("--handler", tmp_path / "handler.py", "--snapshots", snapshots)
+    serving.wait_ready()
+    assert serving.request("POST", "/", {})[:2] == (200, {"own": 1})
+    assert "the snapshot is not used: it has another module urllib3" in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
+
+
+def test_what_a_handler_prints_comes_at_once(resumed: Start, tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text("def handle(request):\n    print('printed by it')\n    return {}\n")
+    serving = resumed("--handler", tmp_path / "handler.py", env={"PYTHONUNBUFFERED": "1"})
+    serving.wait_ready()
+    assert serving.request("POST", "/", {})[0] == 200
+    assert "printed by it" in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
+
+
 def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path) -> None:
     memory = Path(place(str(snapshots), NAME), MEMORY)
     assert _SECRET.encode() not in memory.read_bytes()

@@ -112,6 +112,22 @@ def test_its_heap_grows_and_shrinks(tmp_path: Path) -> None:
     assert saved.resume() == "grown and shrunk\n"
 
 
+def test_functions_of_the_kernels_library_are_found_later(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import ctypes, time
+        def resumed(arguments):
+            libc = ctypes.CDLL(None)  # libc chooses these functions when they are looked up for the first time
+            seconds = (ctypes.c_long * 2)()
+            for name in ("time", "gettimeofday"):
+                getattr(libc, name)(seconds, None)
+                print(name, abs(time.time() - seconds[0]) < 60)
+        """,
+    )
+    assert saved.resume() == "time True\ngettimeofday True\n"
+
+
 def test_what_is_random_differs_in_each(tmp_path: Path) -> None:
     saved = Saved(
         tmp_path,
@@ -194,7 +210,67 @@ def test_if_memory_cannot_be_mapped_the_process_starts_without_it(tmp_path: Path
     assert saved.resume() == "resumed\n"
     limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
     command = [sys.executable, "-c", limited + "os.execv(sys.argv[1], sys.argv[1:])", *saved.command("resume")]
-    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "plain None\n"
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.startswith("plain its memory cannot be mapped")
+
+
+def test_nothing_of_the_new_process_is_replaced(tmp_path: Path) -> None:
+    """Without random addresses, the kernel's library and the stack are where those of the saved process were."""
+    saved = Saved(tmp_path, "def resumed(arguments): print('resumed')\n")
+    without_randomness = ["setarch", "-R", *saved.command("save")]
+    subprocess.run(without_randomness, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(["setarch", "-R", *saved.command("resume")], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.startswith("plain its memory cannot be mapped")
+    assert saved.resume() == "resumed\n"
+
+
+_STREAMS = """
+    import sys
+    def resumed(arguments):
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            print(stream and (stream.encoding, stream.errors, stream.line_buffering, stream.write_through))
+        print(sys.dont_write_bytecode)
+        sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}, {"PYTHONIOENCODING": "latin-1:replace"}]
+)
+def test_its_standard_streams_are_those_of_a_new_process(environ: dict[str, str], tmp_path: Path) -> None:
+    plain = dict.fromkeys(("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"), "")
+    saved = Saved(tmp_path, _STREAMS, environ | plain)
+    code = textwrap.dedent(_STREAMS) + "resumed([])"
+    command, given = [sys.executable, "-c", code], {**os.environ, **plain, **environ}
+    expected = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert saved.resume(environ=plain | environ) == expected
+
+
+def test_a_folder_of_the_import_path_may_appear_later(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    environ = {"PYTHONPATH": str(later)}
+    saved = Saved(tmp_path, "def resumed(arguments):\n    import a_later_module; print(a_later_module.x)\n", environ)
+    later.mkdir()
+    (later / "a_later_module.py").write_text("x = 5")
+    assert saved.resume(environ=environ) == "5\n"
+
+
+_FAULTS = {"PYTHONFAULTHANDLER": "1"}
+
+
+def test_faults_are_still_shown(tmp_path: Path) -> None:
+    code = "import os, signal\ndef resumed(arguments): os.kill(os.getpid(), signal.SIGSEGV)\n"
+    saved = Saved(tmp_path, code, _FAULTS)
+    done = saved._run("resume", (), _FAULTS)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stdout
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / f".new-{Path(place(str(tmp_path), 'test')).name}-4194399"
+    left.mkdir()
+    Saved(tmp_path, "def resumed(arguments): ...\n")
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from medusa_snapshot.resuming import command_line, default_folder
+from medusa_snapshot.resuming import command_line, default_folder, start_anew
 from medusa_snapshot.resuming import resume as resume_snapshot
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
@@ -26,7 +26,10 @@ def resume(given: list[str]) -> None:
     global why_not
     chosen = _chosen(given)
     if chosen != "none":
-        why_not = resume_snapshot(default_folder() if chosen in ("", "auto") else chosen, NAME, given)
+        is_default = chosen in ("", "auto")
+        why_not = resume_snapshot(default_folder() if is_default else chosen, NAME, given)
+        if why_not is None and not is_default:
+            why_not = f"there is none in {chosen}"
 
 
 def _chosen(given: list[str]) -> str:
@@ -42,14 +45,37 @@ def _chosen(given: list[str]) -> str:
 
 
 def check(settings: Settings) -> None:
-    """Start anew without the snapshot, if this process continues from it and the settings need another one.
+    """Start anew without the snapshot, if this process continues from it and something here needs another one.
 
     It has imported torch leanly, which vLLM does not support.
     """
-    if is_resumed and (
-        settings.engine not in ("torch", "none") or settings.torch_import == "plain" or settings.snapshots == "none"
-    ):
+    if not is_resumed:
+        return
+    if settings.engine not in ("torch", "none") or settings.torch_import == "plain" or settings.snapshots == "none":
         os.execve(sys.executable, command_line(), {**os.environ, _VARIABLE: "none"})
+    if settings.handler is not None and (name := _shadowed(settings.handler)) is not None:
+        start_anew(f"it has another module {name} than the one beside the handler")
+
+
+def _shadowed(handler: str) -> str | None:
+    """Return a module of this process that is not the one that the handler would import, or None.
+
+    A handler finds modules in its own folder first, such as packages that were installed there.
+    """
+    place = handler.partition(":")[0]
+    folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    for name in names:
+        path = os.path.join(folder, name if name.endswith(".py") else os.path.join(name, "__init__.py"))
+        module = sys.modules.get(name.removesuffix(".py"))
+        if module is not None and os.path.exists(path):
+            spec = object.__getattribute__(module, "__dict__").get("__spec__")  # a lookup executes a lazy module
+            if spec is not None and spec.origin != path:
+                return name.removesuffix(".py")
+    return None
 
 
 def save(folder: str) -> None:
@@ -64,9 +90,12 @@ def save(folder: str) -> None:
     if (why := _import_everything()) is not None:
         raise SnapshotError(why)
 
-    def resumed(arguments: list[str], _: int) -> int:
+    def resumed(arguments: list[str]) -> int:
         global is_resumed
         is_resumed = True
+        if os.environ.get("HOME") != environ.get("HOME"):
+            for name in [name for name in sys.modules if name.partition(".")[0] == "botocore"]:
+                del sys.modules[name]  # it has noted where its folders are
         from .command_line import run
 
         return run(arguments)

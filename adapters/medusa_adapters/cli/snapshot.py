@@ -33,9 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = os.path.abspath(arguments.out or default_folder())
     target = Path(place(folder, serving_process.NAME))
     if arguments.remove:
-        shutil.rmtree(target, ignore_errors=True)
+        try:
+            shutil.rmtree(target)
+        except FileNotFoundError:
+            raise StateError(f"expected the snapshot {target}, found none") from None
+        except OSError as error:
+            raise StateError(f"{target} cannot be removed: {error.strerror}") from None
         print(f"removed {target}")
         return 0
+    os.umask(0o022)  # others may use it
     start = time.monotonic()
     _save(folder)
     saved_s = time.monotonic() - start
@@ -49,7 +55,8 @@ def _save(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         found = subprocess.run(
-            [sys.executable, "-c", _SAVE, folder], env={**kept, **variables(os.environ)}, cwd=folder,
+            [sys.executable, "-c", _SAVE, folder], env={**kept, **variables(os.environ)},
+            cwd="/",  # gunicorn, as it was imported, expects this folder to exist
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     except OSError as error:

@@ -2,8 +2,8 @@
 //
 // It uses no libc. It is linked at an address between those of programs, whose heaps are below it, and those of
 // libraries: nothing of it lies where memory is mapped, and this process's heap begins above the old one. The variable
-// MEDUSA_RESUME is S,M,P: the descriptors of the snapshot and of the message that the continued process gets, and the
-// program that is executed, with the same arguments, if memory cannot be mapped.
+// MEDUSA_RESUME is N,S,M,P: how often to try, in one digit, the descriptors of the snapshot and of the message that the
+// continued process gets, and the program that is executed, with the same arguments, if memory cannot be mapped.
 #define _GNU_SOURCE
 #include "snapshot.h"
 #include <asm/prctl.h>
@@ -86,6 +86,22 @@ static uint64_t moved(const struct library *old, const struct library *new, uint
     return found;
 }
 
+// Change the symbols of the old vdso to those of the new one. libc looks functions up there when a library calls them
+// for the first time. Those that are gone are not found, and libc then calls the kernel.
+static void redirect(const struct library *old, const struct library *new) {
+    for (uint32_t i = 0; i < old->count; i++) {
+        Elf64_Sym *symbol = (Elf64_Sym *)old->symbols + i;
+        if (!is_function(symbol)) continue;
+        symbol->st_shndx = SHN_UNDEF;
+        for (uint32_t to = 0; to < new->count && symbol->st_shndx == SHN_UNDEF; to++) {
+            const Elf64_Sym *found = new->symbols + to;
+            if (!is_function(found) || !equal(old->strings + symbol->st_name, new->strings + found->st_name)) continue;
+            symbol->st_value = new->base + found->st_value - old->base;
+            symbol->st_shndx = found->st_shndx;
+        }
+    }
+}
+
 // Point words to the vdso of this process.
 static int patch(const struct snapshot *head, const struct patch *patches, uint64_t vdso) {
     struct library old = library_at(head->vdso), new = library_at(vdso);
@@ -100,12 +116,14 @@ static int patch(const struct snapshot *head, const struct patch *patches, uint6
         if (function == 1) return -1;
         if (function) *word = function;
     }
+    redirect(&old, &new);
     return 0;
 }
 
 static int map(const struct snapshot *head, const struct segment *segments, const char *names, int snapshot) {
     const char *opened = "";
     long file = -1;
+    uint64_t zeros_end = 0;
     for (uint32_t i = 0; i < head->segments; i++) {
         const struct segment *segment = segments + i;
         long flags = MAP_PRIVATE, from = -1, protection = segment->protection;
@@ -120,9 +138,10 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             flags |= MAP_FIXED_NOREPLACE;
         } else if (segment->kind == SAVED) {
             from = snapshot;
-            flags |= MAP_FIXED;  // it may be a part of ZEROS
+            flags |= segment->end <= zeros_end ? MAP_FIXED : MAP_FIXED_NOREPLACE;
             protection |= PROT_WRITE;  // for patches
         } else {
+            if (segment->kind == ZEROS) zeros_end = segment->end;
             flags |= MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
         }
         long bytes = segment->end - segment->begin;
@@ -170,39 +189,39 @@ static int prepare(struct snapshot *head, int snapshot, uint64_t vdso) {
     return 0;
 }
 
-// Execute the program in which no snapshot is used, in place of this one.
+// Execute the program in place of this one, and let it know why.
 static void give_up(const char *program, char **arguments, char **variables) {
-    static char none[] = "MEDUSA_SNAPSHOTS=none";
-    char **kept = variables;
-    for (char **each = variables; *each; each++) {
-        if (after(*each, "MEDUSA_SNAPSHOTS=")) continue;
-        *kept++ = after(*each, "MEDUSA_RESUME=") ? none : *each;
-    }
-    *kept = 0;
+    static char why[] = "MEDUSA_RESUME=its memory cannot be mapped: there is no room for it, or a limit is too low";
+    for (char **each = variables; *each; each++)
+        if (after(*each, "MEDUSA_RESUME=")) *each = why;
     call(SYS_execve, (long)program, (long)arguments, (long)variables, 0, 0, 0);
     call(SYS_exit_group, 127, 0, 0, 0, 0, 0);
 }
 
 __attribute__((used)) static void run(long *stack) {
     static struct snapshot head;
-    char **arguments = (char **)(stack + 1), **variables = arguments + stack[0] + 1, **each = variables;
-    const char *text = 0, *program;
-    int snapshot, message;
+    char **arguments = (char **)(stack + 1), **variables = arguments + stack[0] + 1, **each = variables, *text = 0;
+    const char *program;
+    int tries, snapshot, message;
     uint64_t vdso = 0;
     for (; *each; each++)
-        if (after(*each, "MEDUSA_RESUME=")) text = after(*each, "MEDUSA_RESUME=");
+        if (after(*each, "MEDUSA_RESUME=")) text = (char *)after(*each, "MEDUSA_RESUME=");
     if (!text) call(SYS_exit_group, 127, 0, 0, 0, 0, 0);
     for (const Elf64_auxv_t *entry = (const void *)(each + 1); entry->a_type != AT_NULL; entry++)
         if (entry->a_type == AT_SYSINFO_EHDR) vdso = entry->a_un.a_val;
-    program = number(number(text, &snapshot), &message);
+    program = number(number(number(text, &tries), &snapshot), &message);
     int status = prepare(&head, snapshot, vdso);
+    if (status && tries > 1) {  // in one of 700 processes, the stack lies where the saved one was
+        --*text;
+        call(SYS_execve, (long)"/proc/self/exe", (long)arguments, (long)variables, 0, 0, 0);
+    }
     call(SYS_close, snapshot, 0, 0, 0, 0, 0);
     if (status) {
         call(SYS_close, message, 0, 0, 0, 0, 0);
         give_up(program, arguments, variables);
     }
     call(SYS_arch_prctl, ARCH_SET_FS, head.fs, 0, 0, 0, 0);
-    if (head.thread_id) *(int *)head.thread_id = call(SYS_gettid, 0, 0, 0, 0, 0, 0);
+    *(int *)head.thread_id = call(SYS_gettid, 0, 0, 0, 0, 0, 0);
     // save_registers returns once more.
     __asm__ volatile("ldmxcsr 64(%0)\n"
                      "fldcw 68(%0)\n"

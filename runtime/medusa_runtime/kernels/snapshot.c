@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "snapshot.h"
 #include <asm/prctl.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -14,7 +15,6 @@
 #include <unistd.h>
 
 #define GAP_BYTES (16 * PAGE)  // fewer zero pages than this are saved, too: one mapping costs more than to read them
-#define THREAD_BYTES 0x900     // of libc's description of a thread, in which its id is looked for
 
 // Nothing is allocated while memory is being saved, because that would change it.
 static struct snapshot head;
@@ -239,9 +239,11 @@ __attribute__((visibility("default"))) int medusa_save_snapshot(int into, char *
     file = into, problem = why, problem_bytes = why_bytes;
     if (!&__curbrk) return fail("expected glibc, found another C library");
     syscall(SYS_arch_prctl, ARCH_GET_FS, &head.fs);
-    int thread_id = syscall(SYS_gettid);
-    for (uint64_t at = head.fs; at < head.fs + THREAD_BYTES && !head.thread_id; at += sizeof(int))
-        if (*(const int *)at == thread_id) head.thread_id = at;
+    // For debuggers, glibc says where its description of a thread has the thread's id: bits, count, offset in bytes.
+    const uint32_t *thread_id = dlsym(RTLD_DEFAULT, "_thread_db_pthread_tid");
+    if (!thread_id) return fail("glibc does not say where it keeps the id of a thread");
+    head.thread_id = head.fs + thread_id[2];
+    if (*(const int *)head.thread_id != syscall(SYS_gettid)) return fail("glibc keeps the id of a thread elsewhere");
     pages_file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (pages_file < 0) return fail("/proc/self/pagemap cannot be opened: %s", strerror(errno));
     int resumed = save_registers(&head);

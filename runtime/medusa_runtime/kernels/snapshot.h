@@ -20,7 +20,7 @@ struct snapshot {
     uint64_t rbx, rbp, r12, r13, r14, r15, rsp, rip;
     uint32_t mxcsr, x87;
     uint64_t fs;            // the thread pointer
-    uint64_t thread_id;     // where libc keeps the main thread's id; 0: not found
+    uint64_t thread_id;     // where libc keeps the main thread's id
     uint64_t vdso, vdso_end;  // where the kernel's library lay
     uint64_t segments_at, patches_at, names_at, tail_bytes;
     uint32_t segments, patches;
