@@ -15,7 +15,8 @@ _VARIABLES = (
     "ATEN_", "CUDA_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKLDNN_", "MKL_",
     "OMP_", "ONEDNN_", "OPENSSL_", "PYTHON", "PYTORCH_", "TORCH",
 )  # fmt: skip
-_IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # these change nothing that is kept
+# These change nothing that is kept. torch sets the last one itself.
+_IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 _OURS = {"GOMP_SPINCOUNT": "2000"}  # share_cores sets it, also for processes that an instance starts
 _FLAGS = (
     "debug", "optimize", "isolated", "ignore_environment", "no_user_site", "no_site", "utf8_mode", "dev_mode",

@@ -56,7 +56,7 @@ def continues(serving: Any) -> bool:
 def test_it_answers_as_without_a_snapshot_and_leaves_nothing_behind(
     resumed: Start, start: Start, example: Path
 ) -> None:
-    plain, serving = start("--model", example), resumed("--model", example)
+    plain, serving = start("--model", example, "--snapshots", "none"), resumed("--model", example)
     assert serving.complete()["choices"] == plain.complete()["choices"]
     assert not continues(plain)
     roles = serving.children()

@@ -112,6 +112,23 @@ def test_its_heap_grows_and_shrinks(tmp_path: Path) -> None:
     assert saved.resume() == "grown and shrunk\n"
 
 
+def test_its_stack_is_one_piece(tmp_path: Path) -> None:
+    """libc finds the size of the first thread's stack in /proc/self/maps, for runtimes such as those of Go and Java."""
+    saved = Saved(
+        tmp_path,
+        """
+        import ctypes
+        def resumed(arguments):
+            libc, attributes, at, size = ctypes.CDLL(None), (ctypes.c_char * 64)(), ctypes.c_void_p(), ctypes.c_size_t()
+            libc.pthread_self.restype = ctypes.c_ulong
+            assert libc.pthread_getattr_np(ctypes.c_ulong(libc.pthread_self()), attributes) == 0
+            assert libc.pthread_attr_getstack(attributes, ctypes.byref(at), ctypes.byref(size)) == 0
+            print(size.value > 7 << 20)
+        """,
+    )
+    assert saved.resume() == "True\n"
+
+
 def test_functions_of_the_kernels_library_are_found_later(tmp_path: Path) -> None:
     saved = Saved(
         tmp_path,

@@ -124,9 +124,10 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
     const char *opened = "";
     long file = -1;
     uint64_t zeros_end = 0;
+    int is_stack = 0;
     for (uint32_t i = 0; i < head->segments; i++) {
         const struct segment *segment = segments + i;
-        long flags = MAP_PRIVATE, from = -1, protection = segment->protection;
+        long flags = MAP_PRIVATE, from = -1, protection = segment->protection, bytes = segment->end - segment->begin;
         if (segment->kind == FILE_PAGES) {
             if (!equal(names + segment->name, opened)) {
                 if (file >= 0) call(SYS_close, file, 0, 0, 0, 0, 0);
@@ -136,15 +137,21 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             }
             from = file;
             flags |= MAP_FIXED_NOREPLACE;
+        } else if (segment->kind == SAVED && is_stack && segment->end <= zeros_end) {
+            // The stack stays one mapping, from which libc takes its size.
+            if (call(SYS_pread64, snapshot, segment->begin, bytes, segment->offset, 0, 0) != bytes) return -1;
+            continue;
         } else if (segment->kind == SAVED) {
             from = snapshot;
             flags |= segment->end <= zeros_end ? MAP_FIXED : MAP_FIXED_NOREPLACE;
             protection |= PROT_WRITE;  // for patches
         } else {
-            if (segment->kind == ZEROS) zeros_end = segment->end;
+            if (segment->kind == ZEROS) {
+                zeros_end = segment->end;
+                is_stack = segment->begin <= head->rsp && head->rsp < segment->end;
+            }
             flags |= MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
         }
-        long bytes = segment->end - segment->begin;
         if (call(SYS_mmap, segment->begin, bytes, protection, flags, from, segment->offset) != (long)segment->begin)
             return -1;
         if (segment->kind == FORGOTTEN && call(SYS_madvise, segment->begin, bytes, MADV_WIPEONFORK, 0, 0, 0)) return -1;
