@@ -106,7 +106,10 @@ class Handler:
     assert status == 200, (serving.folder / "serve.log").read_text()
     assert answer["gradient"] == [0.0, 2.0, 4.0]
     assert answer["text"]
-    assert answer["threads"] == len(os.sched_getaffinity(0))
+    default = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    assert answer["threads"] == int(
+        subprocess.run(default, env=plain_environ(), capture_output=True, check=True).stdout
+    )
     assert serving.stop() == 0
 
 
@@ -173,6 +176,13 @@ def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> 
     subprocess.run(["cp", "-r", snapshots, tmp_path / "other"], check=True)
     os.truncate(Path(place(str(tmp_path / "other"), NAME), MEMORY), 4096)
     assert "its memory was not written as a whole" in finding("--snapshots", tmp_path / "other")
+
+
+def test_a_folder_without_a_snapshot_is_named(start: Start, example: Path, tmp_path: Path) -> None:
+    serving = start("--model", example, "--snapshots", tmp_path)
+    assert serving.complete()["choices"]
+    assert f"the snapshot is not used: there is none in {tmp_path}" in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
 
 
 def test_a_folder_of_snapshots_may_be_moved(start: Start, example: Path, snapshots: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from medusa_snapshot.resuming import CONDITIONS, MEMORY, place
+from medusa_snapshot.resuming import CONDITIONS, MEMORY, place, resume
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
 
@@ -281,6 +281,24 @@ def test_faults_are_still_shown(tmp_path: Path) -> None:
     done = saved._run("resume", (), _FAULTS)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stdout
+
+
+def test_processes_may_save_at_the_same_time(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, _TRIVIAL)
+    savers = [
+        subprocess.Popen(saved.command("save"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(6)
+    ]
+    assert [saver.communicate()[0] for saver in savers] == [""] * 6
+    assert saved.resume() == "resumed\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["body.py", saved.place.name])
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.touch()
+    assert resume(str(folder), "test", []) == f"{folder} cannot be read: Not a directory"
+    assert resume(str(tmp_path / "none"), "test", []) is None
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
