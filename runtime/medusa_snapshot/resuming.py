@@ -68,11 +68,11 @@ def _places(folder: str, name: str) -> list[str]:
 
     Raises OSError if the folder is there but cannot be read.
     """
-    best = place(folder, name)
     try:
         paths = [os.path.join(folder, each) for each in os.listdir(folder) if each.startswith(name + "-")]
     except FileNotFoundError:
         return []
+    best = place(folder, name) if paths else ""
     return sorted(paths, key=lambda path: path != best)
 
 
