@@ -27,7 +27,12 @@ PICTURES = ROOT / "docs" / "pictures"
 RECORD = "start.json"
 OURS = "medusa serve"
 # What is measured: the benchmark's name of each row, and the picture's.
-_ROWS = {"torch": OURS, "torch-prewarmed": "… pre-warmed", "transformers": "transformers"}
+_ROWS = {
+    "torch": OURS,
+    "torch-snapshot": "… from a snapshot",
+    "torch-prewarmed": "… pre-warmed",
+    "transformers": "transformers",
+}
 _MARGIN = 16
 _LINE = 25
 
