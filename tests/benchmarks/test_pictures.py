@@ -40,6 +40,7 @@ def test_a_start_is_measured_and_drawn(tmp_path: Path) -> None:
     arguments = ["--measure", "--model", model, "--runs", "1", "--out", tmp_path]
     subprocess.run([*COMMAND, *arguments], cwd=ROOT, check=True, capture_output=True)
     record = json.loads((tmp_path / "start.json").read_text())
-    assert [row["name"] for row in record["rows"]] == ["medusa serve", "… from a snapshot", "… pre-warmed", "transformers"]
+    names = ["medusa serve", "… from a snapshot", "… pre-warmed", "transformers"]
+    assert [row["name"] for row in record["rows"]] == names
     assert {"fetch", "first_token"} <= {stage["name"] for stage in record["stages"]}
     assert ">first_token<" in (tmp_path / "start.svg").read_text()
