@@ -129,12 +129,12 @@ class StoredCodes:
         job = _Codes.from_buffer_copy(self._struct)
         job.out, job.dtype = out.data_ptr(), dtype
         if first_row or not job.transposed:
-            line = first_row // job.high * scale.stride(0) * scale.element_size()
+            line = first_row // job.high * scale.stride(0)
             job.rows = out.shape[0]
             job.values += first_row * values.stride(0) * values.element_size()
-            job.scale += line
+            job.scale += line * scale.element_size()
             if zero is not None and not job.one_zero:
-                job.zero += line
+                job.zero += line * zero.element_size()
         return job
 
 

@@ -34,7 +34,7 @@ class RegionTensors:
             return self.region.wait_index(timeout_s)
         if self._divided is None:
             found = DividedIndex(self.region.wait_index(timeout_s), self._divide)
-            self.region.name_parts(found.parts)
+            self.region.name_parts(found)
             self._divided = found
         return self._divided
 

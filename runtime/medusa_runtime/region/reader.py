@@ -27,6 +27,7 @@ from .waiter import Waiter
 from .wake import wait_for_change
 
 if TYPE_CHECKING:
+    from ..checkpoint.divided import DividedIndex
     from .release import Release, UnreadRelease
     from .writer import RegionWriter
 
@@ -89,6 +90,7 @@ class Region:
         self._maps: list[mmap.mmap] = []
         self._index: WeightIndex | None = None
         self._parts: dict[str, TensorEntry] = {}
+        self._divided: WeightIndex | None = None
         self._files: dict[str, tuple[int, ...]] = {}
         self._attached: dict[str, bytes] = {}
         self._shards: dict[int, memoryview] = {}
@@ -161,9 +163,10 @@ class Region:
             self._check_writer(waiter)
             waiter.pause()
 
-    def name_parts(self, parts: Mapping[str, TensorEntry]) -> None:
-        """Let this reader ask for parts of tensors by names of their own, like for tensors."""
-        self._parts.update(parts)
+    def name_parts(self, divided: DividedIndex) -> None:
+        """Let this reader ask for parts of tensors by names of their own, like for tensors, and release them."""
+        self._parts.update(divided.parts)
+        self._divided = divided
 
     def _entry(self, name: str) -> TensorEntry:
         return self._parts.get(name) or self.wait_index().tensors[name]
@@ -373,13 +376,14 @@ class Region:
         from .release import UnreadRelease
 
         self._releasing()
-        self._unread = UnreadRelease(self, [name for name in self.wait_index().order if name in names])
+        order = (self._divided or self.wait_index()).order
+        self._unread = UnreadRelease(self, [name for name in order if name in names])
 
     def _releasing(self) -> Release:
         if self._release is None:
             from .release import Release
 
-            self._release = Release(self.fd, self.wait_index(), self.origin)
+            self._release = Release(self.fd, self._divided or self.wait_index(), self.origin)
         return self._release
 
     def unmap(self, name: str) -> None:

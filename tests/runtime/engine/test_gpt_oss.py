@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import SETTINGS, Served, fill_region
-from medusa_runtime.checkpoint.divided import DividedIndex
+from medusa_runtime.checkpoint.divided import DividedIndex, rows
+from medusa_runtime.checkpoint.header import MOST_TENSORS
+from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.profile import profile
-from medusa_runtime.errors import ConfigError, MismatchError, ModelError
+from medusa_runtime.errors import ConfigError, CorruptError, MismatchError, ModelError, WeightsError
 from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.part_applier import PartApplier
@@ -199,6 +202,44 @@ def test_a_forward_waits_only_for_the_experts_that_it_uses(
         arriving.writer.finish()
     finally:
         arriving.writer.close()
+
+
+@pytest.mark.parametrize("form", ["stored", "plain"])
+def test_parts_that_are_copied_can_be_released(form: str, folders: dict[str, Path]) -> None:
+    arriving, expected = Arriving(folders[form]), loaded(folders[form], torch.float16)
+    arriving.let_in(list(arriving.index.tensors.values()))
+    region = arriving.region
+    model, full = read_config(region).model(), os.fstat(region.fd).st_blocks
+    with Loader(region, model.applier(torch.float16), release=True) as loader:
+        loader.wait()
+    assert all(torch.equal(parameter + 0, expected[name] + 0) for name, parameter in model.named_parameters())
+    if form == "plain":  # all of it is copied, as other floats
+        assert (full - os.fstat(region.fd).st_blocks) * 512 > 0.9 * sum(s.data_bytes for s in arriving.index.shards)
+    with pytest.raises(WeightsError, match=r"experts\.3\.down_proj\.bias was released"):
+        region.has(f"{EXPERTS}.3.down_proj.bias")
+    arriving.writer.close()
+    region.close()
+
+
+def test_a_part_with_the_name_of_another_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    twice = changed(folders["stored"], tmp_path, {f"{EXPERTS}.3.down_proj.bias": torch.zeros(64)})
+    with pytest.raises(MismatchError, match=r"3\.down_proj\.bias: expected once, found as a part of .*down_proj_bias"):
+        loaded(twice)
+
+
+def test_too_many_parts_are_refused_before_all_are_made() -> None:
+    made = 0
+
+    def divide(name: str, entry: TensorEntry) -> dict[str, TensorEntry]:
+        nonlocal made
+        made += entry.shape[0]
+        return rows(entry, (f"{name}.{at}" for at in range(entry.shape[0])))
+
+    shard = Shard("a", 1 << 20, 0)
+    whole = {f"t{at}": TensorEntry(0, at << 16, at + 1 << 16, "U8", (1 << 16,)) for at in range(16)}
+    with pytest.raises(CorruptError, match=f"at most {MOST_TENSORS} tensors"):
+        DividedIndex(WeightIndex([shard], whole), divide)
+    assert made <= MOST_TENSORS + (1 << 16)
 
 
 def test_a_worker_takes_its_own_layers(folders: dict[str, Path]) -> None:

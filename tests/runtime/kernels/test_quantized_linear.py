@@ -207,7 +207,7 @@ def test_scales_are_not_copied(used: native.NativeKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["nibbles", "fp8-blocks", "int8-tensor", "mxfp4"])
+@pytest.mark.parametrize("form", ["nibbles", "nibbles-rows", "int8-zeros", "fp8-blocks", "int8-tensor", "mxfp4"])
 def test_torch_multiplies_what_is_not_ours(form: str, dtype: torch.dtype) -> None:
     """Many rows where torch is faster, other strides, gradients: with the floats of a slice at a time."""
     if isinstance(kernels.native_kernels(), str):
