@@ -37,6 +37,7 @@ def save(
     and OSError if files cannot be written.
     """
     call, program = _saving_function(library), library.with_name("medusa-resume")
+    thread_id_at = _thread_id_offset()
     target = Path(place(folder, name))
     new = target.with_name(f".new-{target.name}-{os.getpid()}")
     if not program.exists():
@@ -49,7 +50,7 @@ def save(
         gc.freeze()  # the collector would otherwise write to, and so copy, every page of a process that continues
         problem = ctypes.create_string_buffer(_PROBLEM_BYTES)
         memory_fd = os.open(new / MEMORY, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        result = call(memory_fd, problem, _PROBLEM_BYTES)
+        result = call(memory_fd, thread_id_at, problem, _PROBLEM_BYTES)
         if result > 0:
             _run(resumed, result)  # from here on, this is another process
         memory_bytes = os.fstat(memory_fd).st_size
@@ -96,9 +97,17 @@ def _saving_function(library: Path) -> Callable[..., int]:
         function = ctypes.PyDLL(str(library)).medusa_save_snapshot
     except (OSError, AttributeError):
         raise SnapshotError("expected the compiled kernels for an x86-64 processor; see `medusa doctor`") from None
-    function.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t
+    function.argtypes = ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t
     function.restype = ctypes.c_int
     return function
+
+
+def _thread_id_offset() -> int:
+    """Return where glibc's description of a thread has the thread's id. For debuggers it says: bits, count, offset."""
+    try:
+        return (ctypes.c_uint32 * 3).in_dll(ctypes.CDLL(None), "_thread_db_pthread_tid")[2]
+    except ValueError:
+        raise SnapshotError("expected a glibc that says where it keeps the id of a thread, found another") from None
 
 
 def _check_alone() -> None:

@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "snapshot.h"
 #include <asm/prctl.h>
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -233,16 +232,15 @@ static void agree_with_kernel(void) {
 
 // Save this process into an empty file. Returns 0 when it is saved and -1, with a text in ``why``, if it cannot be. In
 // a process that is continued from the file it returns the number of the descriptor that this one was given.
-__attribute__((visibility("default"))) int medusa_save_snapshot(int into, char *why, size_t why_bytes) {
+// ``thread_id_at`` is where, in bytes, glibc's description of a thread has the thread's id.
+__attribute__((visibility("default"))) int medusa_save_snapshot(int into, size_t thread_id_at, char *why,
+                                                                size_t why_bytes) {
     memset(&head, 0, sizeof head);
     names_bytes = 0;
     file = into, problem = why, problem_bytes = why_bytes;
     if (!&__curbrk) return fail("expected glibc, found another C library");
     syscall(SYS_arch_prctl, ARCH_GET_FS, &head.fs);
-    // For debuggers, glibc says where its description of a thread has the thread's id: bits, count, offset in bytes.
-    const uint32_t *thread_id = dlsym(RTLD_DEFAULT, "_thread_db_pthread_tid");
-    if (!thread_id) return fail("glibc does not say where it keeps the id of a thread");
-    head.thread_id = head.fs + thread_id[2];
+    head.thread_id = head.fs + thread_id_at;
     if (*(const int *)head.thread_id != syscall(SYS_gettid)) return fail("glibc keeps the id of a thread elsewhere");
     pages_file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (pages_file < 0) return fail("/proc/self/pagemap cannot be opened: %s", strerror(errno));
