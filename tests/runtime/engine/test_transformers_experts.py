@@ -12,6 +12,7 @@ from engine_fixtures import Served, fill_region
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.load.loader import Loader
+from medusa_runtime.models.mixture import MOST_EXPERTS
 from medusa_runtime.models.transformers import decoder
 from medusa_runtime.models.transformers.experts import SeparateExperts, separate_experts
 from medusa_runtime.region.pages import address_of
@@ -98,6 +99,15 @@ def test_experts_that_are_not_replaced_get_floats_fused_as_transformers_does(
     assert served.ask([5, 6, 7]).tokens == expected
     fused = [part for part in served.engine._model.modules() if hasattr(part, "gate_up_proj")]
     assert [type(part.gate_up_proj) for part in fused] == [torch.nn.Parameter] * 2
+
+
+def test_more_experts_than_any_model_has_are_no_modules() -> None:
+    for count, replaced in ((4, True), (MOST_EXPERTS, False)):
+        config = transformers.OlmoeConfig(**GATED, num_experts=count, num_experts_per_tok=2)
+        with torch.device("meta"):
+            model = transformers.OlmoeForCausalLM(config)
+        separate_experts(model)  # of two layers
+        assert any(isinstance(part, SeparateExperts) for part in model.modules()) is replaced
 
 
 def test_experts_that_compute_something_else_are_left_alone() -> None:

@@ -22,7 +22,7 @@ from ...checkpoint.index import TensorEntry
 from ...errors import MismatchError
 from ...load.skeleton import skeleton
 from ..layers.linear import Linear
-from ..mixture import combined
+from ..mixture import MOST_EXPERTS, combined
 
 _SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a converter, for the tensors that it fuses
 
@@ -78,9 +78,9 @@ class _Expert(nn.Module):
 
 
 def separate_experts(module: nn.Module) -> None:
-    """Replace the fused experts in a skeleton of transformers."""
+    """Replace the fused experts in a skeleton of transformers, unless there are absurdly many."""
     fused: list[tuple[str, Any]] = [(path, part) for path, part in module.named_modules() if _is_fused(part)]
-    if not fused:
+    if not fused or sum(len(part.down_proj) for _, part in fused) > MOST_EXPERTS:
         return
     names = _names(module)
     with skeleton():
