@@ -41,13 +41,14 @@ Kind = Literal["reasoning", "content", "call", "other"]
 class Piece(NamedTuple):
     """A part of a message's text. The first part of a message ``begins`` it, and has no text.
 
-    ``name`` is that of the function that is called.
+    ``name`` is that of the function that is called. Text ``behind`` the end of a message belongs to it, too.
     """
 
     kind: Kind
     text: str
     begins: bool = False
     name: str = ""
+    behind: bool = False
 
 
 class MessageScanner:
@@ -133,19 +134,20 @@ class MessageScanner:
 
     def _take_as_content(self, text: str) -> None:
         """Take text that is in no message as content: of the last message, if that is content, too."""
-        if self._last == "content":
+        behind = self._last == "content"
+        if behind:
             self._begin_header(names_author=False)
             self.kind, self._name = "content", ""
         else:
             self._begin_message("content", "")
-        self._found.append(Piece("content", text))
+        self._found.append(Piece("content", text, behind=behind))
 
     def _give_up_header(self) -> None:
         """Drop a header that has no message. If it is longer than any header, it is text, as is space alone."""
         head, first = "".join(self._head), self._last is None
         words = [word for word in _OF_HEADERS.sub(" ", head).split() if not word.startswith(_TO)]
         if len(words) > _MOST_WORDS + self._names_author or (first and head and not self._in_header):
-            self._take_as_content(_OF_HEADERS.sub("", head))
+            self._take_as_content(_OF_HEADERS.sub(" ", head).lstrip(" ") if self._in_header else head)
             self._end_message()
         self._begin_header(names_author=False)
 
@@ -194,7 +196,9 @@ class HarmonyParser:
                 # The end of the message before, so that what is after it does not wait behind the reasoning.
                 found.append((self._reasoning.take(piece), _ENDS[0] if piece.begins else ""))
             elif piece.kind != "other":
-                found.append(("", _markup(piece) if piece.begins else piece.text))
+                # The end of the message, so that text on both sides of it makes no marker.
+                text = _ENDS[0] + piece.text if piece.behind else piece.text
+                found.append(("", _markup(piece) if piece.begins else text))
         return found
 
 

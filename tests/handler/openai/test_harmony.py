@@ -82,6 +82,10 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{THINK}<|end|> Four.", "Hm.", " Four.", []),
     (f"{FINAL}<|end|> Or five.", "", "Four. Or five.", []),
     (f"{FINAL} <|channel|> is a token <|, <|end", "", "Four. <|channel|> is a token <|, <|end", []),
+    # What is on both sides of a marker makes no other one.
+    (f"{FINAL}<|en<|end|>d|> It is.", "", "Four.<|end|> It is.", []),
+    (f"{FINAL}<|sta<|end|>rt|>assistant{CALL}", "", f"Four.<|start|>assistant{CALL}", []),
+    ("<|channel|>final It is <|en<|channel|>d|> four.", "", "final It is <|en d|> four.", []),
 ]
 
 
@@ -119,7 +123,7 @@ def test_messages_are_told_apart_wherever_the_text_is_cut(
 MARKUP = [
     "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>", "assistant",
     "analysis", "final", "commentary", " to=functions.time", " to=python", "user", "json", " ", "\n", "hi", "<|", "<",
-    "|>", "a b c d", THINK, FINAL, CALL, NEXT,
+    "|>", "a b c d", "<|en", "d|>", "<|sta", "rt|>", THINK, FINAL, CALL, NEXT,
 ]  # fmt: skip
 
 
@@ -132,6 +136,7 @@ def test_fuzzed_text_of_a_model() -> None:
         assert read(text) == whole
         assert read(text[at : at + 7] for at in range(0, len(text), 7)) == whole
         assert read([text[:9], *text[9:]], f"{NEXT}{FINAL}") == read([text], f"{NEXT}{FINAL}")
+        assert "".join(content_of([text], HarmonyReasoning(""))) == whole[1]
 
     seeds = [text.encode() for text, *_ in TEXTS]
     fuzz(st.lists(st.sampled_from(MARKUP), max_size=20).map("".join).map(str.encode), check, seeds)
