@@ -104,10 +104,76 @@ def test_experts_that_are_not_replaced_get_floats_fused_as_transformers_does(
 def test_more_experts_than_any_model_has_are_no_modules() -> None:
     for count, replaced in ((4, True), (MOST_EXPERTS, False)):
         config = transformers.OlmoeConfig(**GATED, num_experts=count, num_experts_per_tok=2)
+        config._experts_implementation = "eager"
         with torch.device("meta"):
             model = transformers.OlmoeForCausalLM(config)
         separate_experts(model)  # of two layers
         assert any(isinstance(part, SeparateExperts) for part in model.modules()) is replaced
+
+
+class Limited(torch.nn.Module):
+    """Experts that limit their gates, as those of some models do, each layer in its own way."""
+
+    def __init__(self, limit: float | None) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(4, 16, 8, device="meta"))
+        self.down_proj = torch.nn.Parameter(torch.empty(4, 8, 8, device="meta"))
+        self.act_fn = torch.nn.SiLU()
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token, place in ((token, place) for token in range(len(x)) for place in range(chosen.shape[1])):
+            expert = chosen[token, place]
+            gate, up = (self.gate_up_proj[expert] @ x[token]).chunk(2)
+            gate = gate if self.limit is None else gate.clamp(max=self.limit)
+            out[token] += shares[token, place] * (self.down_proj[expert] @ (self.act_fn(gate) * up))
+        return out
+
+
+def test_experts_with_a_limit_are_left_alone() -> None:
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({"experts": Limited(limit)}) for limit in (None, 20.0, 7.0, None))
+    separate_experts(layers)
+    replaced = [isinstance(layer["experts"], SeparateExperts) for layer in layers]  # type: ignore[index]
+    assert replaced == [True, False, False, True]
+
+
+def test_experts_whose_checkpoint_has_them_transposed_are_left_fused(
+    tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers turns the tensors of some models around; one expert's part of them is none of its weights."""
+    from transformers import conversion_mapping, core_model_loading
+
+    plain, turned = write("GraniteMoe", tmp_path / "plain"), tmp_path / "turned"
+    expected = serve(plain).ask([5, 6, 7]).tokens
+    names = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+    mapping = [
+        core_model_loading.WeightRenaming(r"\.router\.layer\.weight", ".router.weight"),
+        *(
+            core_model_loading.WeightConverter(
+                rf"block_sparse_moe\.{name}\.weight",
+                f"block_sparse_moe.experts.{target}",
+                [core_model_loading.Transpose(1, 2)],
+            )
+            for name, target in names.items()
+        ),
+    ]
+    turned.mkdir()
+    (turned / "config.json").write_bytes((plain / "config.json").read_bytes())
+    state = {
+        name: tensor.transpose(1, 2).contiguous() if "put_linear" in name else tensor
+        for name, tensor in load_file(plain / "model.safetensors").items()
+    }
+    save_file(state, turned / "model.safetensors")
+    known = conversion_mapping.get_checkpoint_conversion_mapping
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_checkpoint_conversion_mapping",
+        lambda kind: mapping if kind == "granitemoe" else known(kind),
+    )
+    served = serve(turned)
+    assert served.ask([5, 6, 7]).tokens == expected
+    assert not any(isinstance(part, SeparateExperts) for part in served.engine._model.modules())
 
 
 def test_experts_that_compute_something_else_are_left_alone() -> None:

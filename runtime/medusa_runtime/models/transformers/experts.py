@@ -24,7 +24,10 @@ from ...load.skeleton import skeleton
 from ..layers.linear import Linear
 from ..mixture import MOST_EXPERTS, combined
 
+_KINDS = ("gate_up_proj", "down_proj")
 _SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a converter, for the tensors that it fuses
+_OPTIONS = (int, float, str, tuple, list)  # of a module, which may differ from layer to layer
+_STACKING = {("MergeModulelist", 0), ("Concatenate", 1)}  # what such a converter does, and along which dimension
 
 
 class _Names(NamedTuple):
@@ -83,6 +86,8 @@ def separate_experts(module: nn.Module) -> None:
     if not fused or sum(len(part.down_proj) for _, part in fused) > MOST_EXPERTS:
         return
     names = _names(module)
+    if names is None:
+        return
     with skeleton():
         for path, part in fused:
             owner, _, attribute = path.rpartition(".")
@@ -101,39 +106,49 @@ def _class_of(kind: Any, act_fn: Any) -> type[_Expert]:
     return type(kind.__name__, (_Expert,), {})
 
 
-def _names(module: Any) -> _Names:
-    """Return the names that the model's checkpoints have for projections, if they have a tensor for each."""
+def _names(module: Any) -> _Names | None:
+    """Return the names that the model's checkpoints have for projections, if they have a tensor for each.
+
+    Return None for checkpoints whose tensors transformers converts in another way than by stacking them.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found: dict[str, list[str]] = {}
     for one in get_model_conversion_mapping(module):
+        kinds = [kind for kind in _KINDS if any(target.endswith(f"experts.{kind}") for target in one.target_patterns)]
+        operations = {(type(made).__name__, getattr(made, "dim", None)) for made in getattr(one, "operations", ())}
+        if not kinds or not operations:  # other tensors, or other names
+            continue
         sources = [match[1] for pattern in one.source_patterns if (match := _SOURCE.search(pattern))]
-        for kind in ("gate_up_proj", "down_proj"):
-            if one.target_patterns[0].endswith(f"experts.{kind}"):
-                found[kind] = sources
+        if len(sources) < len(one.source_patterns) or not operations <= _STACKING:
+            return None
+        found[kinds[0]] = sources
     names = [*found.get("gate_up_proj", ()), *found.get("down_proj", ())]
     return _Names(*names) if len(names) == len(_Names._fields) else _Names()
 
 
-_plain: dict[type, bool] = {}
+_plain: dict[tuple[type, str], bool] = {}
 
 
 def _is_fused(part: nn.Module) -> bool:
     """Return whether a module is that of plain experts, down(act(gate(x)) * up(x)), in two fused parameters."""
     act_fn = getattr(part, "act_fn", None)
-    if part._parameters.keys() != {"gate_up_proj", "down_proj"} or not callable(act_fn):
+    if part._parameters.keys() != {*_KINDS} or not callable(act_fn):
         return False
     if part._buffers or not part._modules.keys() <= {"act_fn"}:
         return False
-    if type(part) not in _plain:
-        _plain[type(part)] = _computes_plainly(part, act_fn)
-    return _plain[type(part)]
+    options = repr([(name, value) for name, value in vars(part).items() if isinstance(value, _OPTIONS)])
+    kind = type(part), options
+    if kind not in _plain:
+        _plain[kind] = _computes_plainly(part, act_fn)
+    return _plain[kind]
 
 
 def _computes_plainly(part: Any, act_fn: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     sizes = (3, 8, 6), (3, 6, 4), (5, 6), (5, 2)
     both, down, x, shares = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes)
+    x *= torch.tensor([[1.0], [1e-3], [1e2], [1e4], [1e6]])  # some classes limit large values
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
     stand_in = copy.copy(part)
     parameters = {"gate_up_proj": nn.Parameter(both, False), "down_proj": nn.Parameter(down, False)}
