@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from engine_fixtures import Served, fill_region
 from medusa_runtime.engine.checkpoint_files import read_config
-from medusa_runtime.errors import MismatchError
+from medusa_runtime.errors import ConfigError, MismatchError
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.models.mixture import MOST_EXPERTS
 from medusa_runtime.models.transformers import decoder
@@ -45,6 +46,15 @@ def write(case: str, folder: Path) -> Path:
     torch.manual_seed(3)
     getattr(transformers, f"{case}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def load(folder: Path) -> None:
+    region = fill_region(folder)
+    try:
+        with Loader(region, read_config(region).model().applier(torch.bfloat16)) as loader:
+            loader.wait()
+    finally:
+        region.close()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,6 +109,26 @@ def test_experts_that_are_not_replaced_get_floats_fused_as_transformers_does(
     assert served.ask([5, 6, 7]).tokens == expected
     fused = [part for part in served.engine._model.modules() if hasattr(part, "gate_up_proj")]
     assert [type(part.gate_up_proj) for part in fused] == [torch.nn.Parameter] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_local_experts": 0}, MismatchError, r"of another shape: .*input_linear\.weight \(expected \[0, 96, 32\]"),
+        ({"num_local_experts": -1}, ConfigError, r"transformers accepts for GraniteMoeForCausalLM, found: .*negative"),
+        ({"num_local_experts": None}, ConfigError, "transformers accepts for GraniteMoeForCausalLM, found: "),
+        ({"num_experts_per_tok": 5}, ConfigError, "num_experts_per_tok to be 1 to 4, the number of experts, found 5"),
+        ({"num_experts_per_tok": -1}, ConfigError, "num_experts_per_tok to be 1 to 4, the number of experts, found -1"),
+    ],
+    ids=str,
+)
+def test_absurd_numbers_of_experts_are_refused(
+    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    raw = json.loads((write("GraniteMoe", tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(error, match=message):
+        load(tmp_path)
 
 
 def test_more_experts_than_any_model_has_are_no_modules() -> None:

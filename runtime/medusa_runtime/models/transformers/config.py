@@ -15,6 +15,7 @@ from .catalog import TransformersClass, find_class
 if TYPE_CHECKING:
     from .decoder import TransformersDecoder
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -43,6 +44,10 @@ class TransformersConfig(ModelConfig):
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
         if (kv_heads := _kv_heads(config, heads)) < 1 or heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        experts = next((count for name in _EXPERTS if type(count := getattr(config, name, None)) is int), 0)
+        if experts > 0 and type(chosen) is int and not 0 < chosen <= experts:
+            raise fields.error("num_experts_per_tok", f"1 to {experts}, the number of experts", chosen)
         return cls(
             architecture=found.name,
             vocab_size=config.vocab_size,
@@ -90,10 +95,13 @@ def own_config(found: TransformersClass, raw: Mapping[str, Any]) -> Any:
     try:
         return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"config.json: expected one that transformers accepts for {found.name}, found: {text}"
-        ) from error
+        raise refused(found.name, error) from error
+
+
+def refused(name: str, error: Exception) -> ConfigError:
+    """Return the error for a config.json with which transformers' class of this name fails."""
+    text = " ".join(str(error).split())
+    return ConfigError(f"config.json: expected one that transformers accepts for {name}, found: {text}")
 
 
 def _kv_heads(config: Any, heads: int) -> int:
@@ -116,4 +124,4 @@ def _head_dim(config: Any, hidden: int, heads: int) -> int:
     return found
 
 
-__all__ = ["TransformersConfig", "own_class", "own_config"]
+__all__ = ["TransformersConfig", "own_class", "own_config", "refused"]

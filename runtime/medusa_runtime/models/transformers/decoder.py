@@ -15,7 +15,7 @@ from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend, cache_argument
-from .config import TransformersConfig, own_class, own_config
+from .config import TransformersConfig, own_class, own_config, refused
 from .experts import separate_experts
 from .faster import use_our_parts
 from .gathered import run_gathered
@@ -23,6 +23,7 @@ from .programs import use_programs
 
 # Classes that claim to take any attention, but need masks or biases that only their own attention adds.
 _OWN_ATTENTION = frozenset({"FalconForCausalLM"})
+_OF_BAD_SIZES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class TransformersDecoder(DecoderModel):
@@ -100,7 +101,10 @@ def own_attention(kind: Any) -> str:
 
 
 def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
-    """Construct a module of class ``kind`` from its configuration ``own``, as a skeleton in evaluation mode."""
+    """Construct a module of class ``kind`` from its configuration ``own``, as a skeleton in evaluation mode.
+
+    Raises ConfigError for one with which the class fails, such as sizes below zero.
+    """
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
@@ -110,6 +114,8 @@ def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
         PreTrainedModel.init_weights = lambda _: None
         try:
             module = kind(own).eval()
+        except _OF_BAD_SIZES as error:
+            raise refused(kind.__name__, error) from error
         finally:
             PreTrainedModel.init_weights = initialize
         module.tie_weights()

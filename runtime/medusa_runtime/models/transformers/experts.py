@@ -135,7 +135,7 @@ def _is_fused(part: nn.Module) -> bool:
     act_fn = getattr(part, "act_fn", None)
     if part._parameters.keys() != {*_KINDS} or not callable(act_fn):
         return False
-    if part._buffers or not part._modules.keys() <= {"act_fn"}:
+    if part._buffers or not part._modules.keys() <= {"act_fn"} or not len(cast(Any, part.down_proj)):
         return False
     options = repr([(name, value) for name, value in vars(part).items() if isinstance(value, _OPTIONS)])
     kind = type(part), options
