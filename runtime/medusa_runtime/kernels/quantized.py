@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from medusa_runtime.kernels import native
 from medusa_runtime.kernels.compiled import native_kernels
-
-# These look at a tensor's form, and not at its values.
-_FORM = frozenset(
-    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
-    | {Tensor.element_size, Tensor.__len__}
-    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "itemsize", "nbytes")}
-)
-_OWN = frozenset(getattr(Tensor, name).__get__ for name in ("device", "is_meta", "requires_grad", "is_leaf", "grad"))
+from medusa_runtime.kernels.tensor_metadata import METADATA, OF_DTYPE, OF_SHAPE, is_in_place, look
 
 
 class QuantizedParameter(nn.Parameter):
@@ -52,14 +45,12 @@ class QuantizedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in _OWN:
+        if func in OF_SHAPE or func in OF_DTYPE:
+            return look(func, args[0].codes.shape, args[0].floats_dtype, args[1:], kwargs or {})
+        if func in METADATA:  # the rest of it is that of the stored values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
-        if func in _FORM:
-            weight = args[0]
-            form = torch.empty(weight.codes.shape, dtype=weight.floats_dtype, device="meta")
-            return func(form, *args[1:], **(kwargs or {}))
-        if args and type(args[0]) is QuantizedParameter and _is_in_place(func):
+        if args and type(args[0]) is QuantizedParameter and is_in_place(func):
             raise RuntimeError(f"{func.__name__} would change a weight that stays quantized; expected it on its floats")
         return func(*_plain(args), **dict(zip(kwargs or {}, _plain((kwargs or {}).values()), strict=True)))
 

@@ -19,14 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.kernels.quantized import QuantizedParameter
+from medusa_runtime.kernels.tensor_metadata import DEVICE, IS_META, METADATA, OF_DTYPE, look
 
-# These look at a tensor, not into it.
-_HARMLESS = frozenset(
-    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
-    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "layout", "is_leaf", "grad")}
-)
-_DTYPE, _DEVICE = Tensor.dtype.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _KEY = "_medusa_pending"
 _swap: Callable[[Tensor, Tensor], None] | None = getattr(torch._C, "_swap_tensor_impl", None)  # a private name
 _tracing_state: Callable[[], object] | None = getattr(torch._C, "_get_tracing_state", None)  # another
@@ -163,14 +157,13 @@ def too_early(what: str) -> WeightsError:
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func``: at once if it only looks at a pending tensor, else after all its pending tensors are resolved."""
     first = pending_value(args[0]) if args else None
-    if first is not None and first.value is None:
-        if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in (_DTYPE, _DEVICE):  # equal, not the same: a getter is a new object each time
-            return first.dtype if func == _DTYPE else first.device
-        if func == _IS_META:  # answer for the value to come, and hide that there is no memory yet
-            return first.device.type == "meta"
+    if first is not None and first.value is None and func in METADATA:
+        if func in (DEVICE, IS_META):  # answer for the value to come, and hide that there is no memory yet
+            return first.device if func == DEVICE else first.device.type == "meta"
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in OF_DTYPE:
+                return look(func, args[0].shape, first.dtype, args[1:], kwargs)
+            return func(*args, **kwargs)
     refuse_tracing()
     return func(*_all_waited(args), **dict(zip(kwargs, _all_waited(kwargs.values()), strict=True)))
 

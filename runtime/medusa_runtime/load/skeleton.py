@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
+from medusa_runtime.kernels.tensor_metadata import METADATA, is_in_place
 from medusa_runtime.load.aliasing import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
@@ -28,10 +29,6 @@ _COUNTS_EXACTLY = sys.implementation.name == "cpython" and "t" not in sys.abifla
 _LARGEST_SEED = 1 << 32  # the largest that people set; torch's own seed, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to the called setter, not the same object
-_HARMLESS = frozenset(  # these look at a tensor, not into it
-    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
-    | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
-)
 
 
 @contextmanager
@@ -68,14 +65,14 @@ class MetaFactoryMode(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if func in _FACTORIES:
             return self._make(func, args, kwargs)
-        if func in _HARMLESS:
+        if func in METADATA:
             return func(*args, **kwargs)
         target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
         if type(target) is nn.Parameter:
             if func == _SET_DATA and (target.is_meta or args[1].is_meta):
                 _empty(target, args[1])
                 return None
-            if _writes(func, kwargs):
+            if "out" in kwargs or is_in_place(func):
                 self._skip()
                 _empty(target)
                 return target
@@ -153,14 +150,6 @@ def _called_by_init() -> bool:
 
 def _swap(here: Tensor, there: Tensor) -> None:
     swap_tensors(here, there)  # type: ignore[no-untyped-call]
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a function writes to its first argument, or to ``out``."""
-    if func is Tensor.requires_grad_:
-        return False
-    name: str = getattr(func, "__name__", "")
-    return "out" in kwargs or func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
 
 def _empty(parameter: nn.Parameter, like: Tensor | None = None) -> None:

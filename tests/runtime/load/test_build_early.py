@@ -17,7 +17,7 @@ from medusa_runtime.load.factory.build import build
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.gate import Gate
 from medusa_runtime.load.loader import Loader
-from medusa_runtime.load.pending import PendingParameter
+from medusa_runtime.load.pending import PendingParameter, make_pending
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 
@@ -131,6 +131,23 @@ def test_buffers_wait_like_parameters(early: Early) -> None:
     loader.wait()
     assert {type(buffer) for buffer in module.buffers()} == {Tensor}
     assert module.alias is module.norm.running_mean
+
+
+class Never:
+    def wait(self) -> None:
+        raise AssertionError("nothing may wait here")
+
+
+def test_the_form_of_a_value_is_known_before_it_comes() -> None:
+    parameter = nn.Parameter(torch.empty(3, 4, device="meta"))
+    make_pending(parameter, Never(), torch.float16, torch.device("cpu"))
+    assert (parameter.dtype, parameter.device, parameter.is_meta) == (torch.float16, torch.device("cpu"), False)
+    assert (parameter.itemsize, parameter.nbytes, parameter.element_size()) == (2, 24, 2)
+    assert (parameter.shape, len(parameter), parameter.numel(), parameter.size(dim=1)) == ((3, 4), 3, 12, 4)
+    assert parameter.is_floating_point()
+    assert not parameter.is_complex()
+    with pytest.raises(AssertionError):
+        parameter.sum()
 
 
 def test_a_state_dict_can_be_saved_and_loaded(early: Early) -> None:
