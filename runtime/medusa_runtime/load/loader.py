@@ -7,16 +7,19 @@ This is Cicada's Weight Decoupler with its out-of-order application (§3.3, §3.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.limits import peak_bytes
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
+from medusa_runtime.load.gate import Gate
 from medusa_runtime.load.host_load import HostLoad
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -113,11 +116,20 @@ class Loader:
         return not self._thread.is_alive() and self._error is None
 
     def is_loaded(self, unit: str) -> bool:
-        """Return whether a unit of the module has all its weights. ``unit`` is its qualified name.
+        """Return whether a unit of the module, and all units inside it, have all their weights.
 
-        A unit without a gate counts as loaded.
+        ``unit`` is its qualified name. One without a gate counts as loaded.
         """
-        return all(gate.is_open and gate.error is None for gate in self._gates if gate.name == unit)
+        return all(gate.is_open and gate.error is None for gate in self._gates_inside.get(unit, ()))
+
+    @cached_property
+    def _gates_inside(self) -> dict[str, list[Gate]]:
+        """The gates of each unit and of those inside it, which are thousands in a mixture of experts."""
+        found: dict[str, list[Gate]] = {}
+        for gate in self._gates:
+            for unit in itertools.accumulate(gate.name.split("."), "{}.{}".format):
+                found.setdefault(unit, []).append(gate)
+        return found
 
     @property
     def index(self) -> WeightIndex:

@@ -309,3 +309,20 @@ def test_a_forward_waits_for_all_parts_of_a_quantized_weight(filling: Callable[.
         assert not loader.is_loaded("0")
         filled.arrive("0.weight_scale")
         assert torch.equal(module(torch.eye(4)), (weight * scale).t())
+
+
+def test_a_unit_is_loaded_with_the_units_inside_it(filling: Fill) -> None:
+    def mixture() -> nn.Module:
+        experts = nn.ModuleDict({"norm": nn.LayerNorm(4), "experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+        return nn.ModuleDict({"layers": nn.ModuleList((experts, nn.Linear(4, 4)))})
+
+    state = {name: tensor.detach().clone() for name, tensor in mixture().named_parameters()}
+    filled = filling(state).lay_out()
+    with skeleton():
+        module = mixture()
+    with Loader(filled.region, Applier(module)) as loader:
+        filled.arrive("layers.0.norm.weight", "layers.0.norm.bias", "layers.1.weight", "layers.1.bias")
+        until(lambda: loader.is_loaded("layers.1") and loader.is_loaded("layers.0.norm"))
+        assert not loader.is_loaded("layers.0")
+        filled.arrive(*state)
+        until(lambda: loader.is_loaded("layers.0"))
