@@ -7,8 +7,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_adapters.bench.coldstart.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.contestants import Medusa, Question, Sample
 from medusa_adapters.bench.coldstart.prewarmed import PrewarmedMedusa
+from medusa_adapters.bench.coldstart.resumed import ResumedMedusa
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import MedusaError
 
@@ -45,15 +46,13 @@ class Bundled:
         self._scratch.cleanup()
 
 
-class Compiled(PrewarmedMedusa):
-    """The contestant `vllm-compiled`: a pre-warmed engine process, with the compile cache of a bundle."""
+class _Bundled(Medusa):
+    """A contestant with the compile cache of a bundle. It must start with that, and compile nothing itself."""
 
-    def __init__(self, *, name: str, python: str) -> None:
-        super().__init__("vllm", name=name, python=python)
-        self._bundled = Bundled(self.command)
+    bundled: Bundled
 
     def prepared(self, question: Question) -> Question:
-        return replace(question, model=self._bundled.of(question.folder))
+        return replace(super().prepared(question), model=self.bundled.of(question.folder))
 
     def sample(self, question: Question) -> Sample:
         sample = super().sample(question)
@@ -61,11 +60,28 @@ class Compiled(PrewarmedMedusa):
         return sample
 
     def check(self, instance: ServedInstance) -> None:
+        super().check(instance)
         check_nothing_compiled(instance)
 
     def close(self) -> None:
         super().close()
-        self._bundled.close()
+        self.bundled.close()
+
+
+class Compiled(_Bundled, PrewarmedMedusa):
+    """The contestant `vllm-compiled`: a pre-warmed engine process."""
+
+    def __init__(self, *, name: str, python: str) -> None:
+        super().__init__("vllm", name=name, python=python)
+        self.bundled = Bundled(self.command)
+
+
+class ResumedCompiled(_Bundled, ResumedMedusa):
+    """The contestant `vllm-snapshot-compiled`: a process that continues from a snapshot."""
+
+    def __init__(self, *, name: str, python: str) -> None:
+        super().__init__("vllm", name=name, python=python)
+        self.bundled = Bundled(self.command)
 
 
 def check_attached(name: str, sample: Sample) -> None:

@@ -7,7 +7,7 @@ from medusa_adapters.bench.coldstart.rows import ContestantFactory
 from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 
-from benchmarks.coldstart.compiled import Compiled
+from benchmarks.coldstart.compiled import Compiled, ResumedCompiled
 from benchmarks.coldstart.others import Script, transformers
 from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 
@@ -17,6 +17,7 @@ _IMPORT = "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"
 ROWS: dict[str, ContestantFactory] = {
     **OURS,
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
+    "vllm-snapshot-compiled": lambda python: ResumedCompiled(name="vllm-snapshot-compiled", python=python),
     "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),
     "transformers": lambda _: transformers(),
     **{name: lambda python, name=name: VllmBaseline(name, python) for name in STARTS},  # type: ignore[misc]
@@ -27,6 +28,10 @@ LABELS: Labels = {
     "vllm-compiled": Label(
         "medusa-runtime with vLLM, compiled",
         "`medusa serve --engine vllm` with compiled code from a state bundle.",
+    ),
+    "vllm-snapshot-compiled": Label(
+        "medusa-runtime with vLLM, compiled, from a snapshot",
+        "The same from a cold process, after `medusa snapshot --engine vllm`.",
     ),
     "transformers": Label("transformers", "A bare Python script with Hugging Face transformers, without a server."),
     "llama.cpp": Label("llama.cpp", "`llama-server` with a GGUF file of the same model."),
@@ -47,6 +52,6 @@ LABELS: Labels = {
 
 # The members of a set must generate the same tokens: they decode greedily, with the same code and the same weights.
 SAME_TOKENS = (
-    frozenset({"vllm-compiled", "vllm-default-baseline", "vllm-warm-cache-baseline", "vllm-best-baseline"}),
-    frozenset({"vllm-cold", "vllm-prewarmed", "vllm-eager-baseline"}),
+    frozenset({"vllm-compiled", "vllm-snapshot-compiled", *STARTS} - {"vllm-eager-baseline"}),
+    frozenset({"vllm-cold", "vllm-snapshot", "vllm-prewarmed", "vllm-eager-baseline"}),
 )

@@ -33,16 +33,20 @@ _INSTRUCTIONS = (
 _REGISTERS = ("amx_tile", "apx", "avx", "avx512f", "mpx", "ospke")
 
 
-def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a snapshot that is saved now depends on, apart from files."""
+def conditions(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a snapshot that is saved now depends on, apart from files.
+
+    ``prefixes`` are those of the variables that its own modules read.
+    """
     flags = [getattr(sys.flags, name) for name in _FLAGS]
     python = (sys.version, sys.prefix, flags, sys._xoptions, sys.warnoptions, sys.getfilesystemencoding())
-    return {"python": python, "processor": processor(), "variables": variables(environ)}
+    return {"python": python, "processor": processor(), "variables": variables(environ, prefixes)}
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def variables(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """Return the variables that a snapshot depends on."""
-    names = (name for name in sorted(environ) if name.startswith(_VARIABLES) and name not in _IGNORED)
+    all_prefixes = _VARIABLES + prefixes
+    names = (name for name in sorted(environ) if name.startswith(all_prefixes) and name not in _IGNORED)
     return {name: environ[name] for name in names if environ[name] != _OURS.get(name)}
 
 
@@ -62,12 +66,21 @@ def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str,
     with open("/proc/self/maps") as maps:
         names = {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "/" in line}
     for module in modules:
-        # Not by getattr: to look a name up in a lazy module is to execute it.
-        spec = object.__getattribute__(module, "__dict__").get("__spec__")
+        spec = namespace(module).get("__spec__")
         if spec is not None and spec.has_location:
             names.add(spec.origin)
     names.update(filter(os.path.isdir, import_path))
     return [(name, *_status(name)) for name in sorted(names) if os.path.exists(name)]
+
+
+def namespace(owner: Any) -> Mapping[str, Any]:
+    """Return the names in a module or class, without a lookup in it: that would execute a lazy module."""
+    kind: Any
+    for kind in (type(sys), type):
+        if isinstance(owner, kind):
+            found: Mapping[str, Any] = kind.__dict__["__dict__"].__get__(owner)
+            return found
+    return {}
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

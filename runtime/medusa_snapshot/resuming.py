@@ -13,11 +13,15 @@ from .conditions import conditions, difference, processor
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import NoReturn, TextIO
+    from typing import Any, NoReturn, TextIO
 
 MEMORY, CONDITIONS = "memory", "conditions"
 _VARIABLE = "MEDUSA_RESUME"
 _TRIES = 3
+# What packages call OpenBLAS's function that takes a number of threads.
+_OPENBLAS_FUNCTIONS = tuple(
+    f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
+)
 _MOST_CONDITIONS_BYTES = 16 << 20
 
 
@@ -34,11 +38,12 @@ def place(folder: str, name: str) -> str:
     return os.path.join(folder, f"{name}-{code:012x}")
 
 
-def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
+def resume(folder: str, name: str, arguments: Sequence[str], prefixes: tuple[str, ...] = ()) -> str | None:
     """Become the process of a snapshot, with this one's descriptors, environment and working directory.
 
     It goes on with the ``arguments``. This function returns only if there is no snapshot that can be used: None if
-    there is none, and otherwise the reason. A folder may have several, of different processors.
+    there is none, and otherwise the reason. A folder may have several, of different processors. ``prefixes`` are as
+    they were when it was saved.
     """
     if (why := os.environ.pop(_VARIABLE, None)) is not None:  # it was continued, and has started anew
         return why
@@ -46,11 +51,12 @@ def resume(folder: str, name: str, arguments: Sequence[str]) -> str | None:
         paths = _places(folder, name)
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
-    reasons = [_use(path, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in paths]
+    now = conditions(os.environ, prefixes)
+    reasons = [_use(path, now, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in paths]
     return reasons[0] if reasons else None
 
 
-def look(folder: str, name: str) -> tuple[str, str | None] | None:
+def look(folder: str, name: str, prefixes: tuple[str, ...] = ()) -> tuple[str, str | None] | None:
     """Return the snapshot that a start would use, with None, or the likeliest one and why it cannot be used.
 
     Returns None if there is none.
@@ -59,7 +65,8 @@ def look(folder: str, name: str) -> tuple[str, str | None] | None:
         paths = _places(folder, name)
     except OSError as error:
         return folder, f"{error.filename} cannot be read: {error.strerror}"
-    found = [(path, _use(path, lambda *_: None)) for path in paths]
+    now = conditions(os.environ, prefixes)
+    found = [(path, _use(path, now, lambda *_: None)) for path in paths]
     return next((each for each in found if each[1] is None), found[0]) if found else None
 
 
@@ -76,7 +83,7 @@ def _places(folder: str, name: str) -> list[str]:
     return sorted(paths, key=lambda path: path != best)
 
 
-def _use(path: str, use: Callable[[str, int], str | None]) -> str | None:
+def _use(path: str, now: dict[str, Any], use: Callable[[str, int], str | None]) -> str | None:
     """Call ``use`` with the program that continues this snapshot, and with its memory. Or return why it cannot be."""
     opened: list[int] = []
     try:
@@ -90,7 +97,7 @@ def _use(path: str, use: Callable[[str, int], str | None]) -> str | None:
         saved = marshal.loads(os.read(conditions_fd, _MOST_CONDITIONS_BYTES))
         if os.fstat(memory_fd).st_size != saved["memory_bytes"]:
             return "its memory was not written as a whole"
-        return difference(saved, conditions(os.environ)) or use(saved["program"], memory_fd)
+        return difference(saved, now) or use(saved["program"], memory_fd)
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
         return f"it cannot be read ({error})"
     finally:
@@ -135,8 +142,8 @@ def _execute(program: str, memory_fd: int, arguments: Sequence[str]) -> str:
         return f"{program}: {error.strerror}"
 
 
-def start_anew(why: str) -> NoReturn:
-    """Start this process, which continues from a snapshot, once more without it."""
+def start_anew(why: str = "") -> NoReturn:
+    """Start this process, which continues from a snapshot, once more without it. ``why`` is what ``resume`` returns."""
     os.execve(sys.executable, command_line(), {**os.environ, _VARIABLE: why})
 
 
@@ -224,6 +231,8 @@ def _renew_secrets() -> None:
         loaded["random"].seed()
     if "torch" in loaded:
         loaded["torch"].default_generator.seed()
+    if "numpy.random" in loaded:
+        loaded["numpy.random"].seed()
     if "ssl" in loaded:
         loaded["ssl"].RAND_add(os.urandom(64), 64.0)
     if "multiprocessing.process" in loaded:
@@ -236,6 +245,21 @@ def _renew_threads() -> None:
         torch = sys.modules["torch"]
         if torch.get_num_threads() != (cores := _cores()):
             torch.set_num_threads(cores)
+            _set_openblas_threads(cores)
+
+
+def _set_openblas_threads(count: int) -> None:
+    """Set the number of threads of each OpenBLAS that is loaded: NumPy and SciPy have one of their own."""
+    if "numpy" not in sys.modules:
+        return
+    import ctypes
+
+    with open("/proc/self/maps") as maps:
+        libraries = {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "openblas" in line}
+    for library in map(ctypes.CDLL, libraries):
+        for name in _OPENBLAS_FUNCTIONS:
+            if (function := getattr(library, name, None)) is not None:
+                function(count)
 
 
 def _cores() -> int:

@@ -9,7 +9,6 @@ import marshal
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -25,13 +24,19 @@ class SnapshotError(Exception):
 
 
 def save(
-    folder: str, name: str, library: Path, environ: Mapping[str, str], resumed: Callable[[list[str]], int]
+    folder: str,
+    name: str,
+    library: Path,
+    environ: Mapping[str, str],
+    resumed: Callable[[list[str]], int],
+    prefixes: tuple[str, ...] = (),
 ) -> Path:
     """Save this process as the snapshot ``name`` in a folder, and return where it is.
 
     A process that continues from it calls ``resumed`` with what ``start_resumed`` returns, and ends with the status
     that this returns. ``library`` is the compiled library; the program that continues is beside it. ``environ`` is the
-    environment in which the modules were imported.
+    environment in which the modules were imported, and ``prefixes`` are those of the variables that they read, beside
+    the ones that every snapshot depends on.
 
     Raises SnapshotError if this process has threads, open files other than the standard ones, or memory that it shares,
     and OSError if files cannot be written.
@@ -58,7 +63,7 @@ def save(
         _check(result, problem.value)
         modules = list(sys.modules.values())
         saved = {
-            **conditions(environ),
+            **conditions(environ, prefixes),
             "files": files(modules, sys.path),
             "memory_bytes": memory_bytes,
             "program": str(program),
@@ -112,8 +117,7 @@ def _thread_id_offset() -> int:
 
 def _check_alone() -> None:
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
-        names = ", ".join(thread.name for thread in threading.enumerate())
-        raise SnapshotError(f"expected a process with one thread, found {threads} ({names})")
+        raise SnapshotError(f"expected a process with one thread, found {threads}")
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and (found := _open_file(number)) is not None:
             raise SnapshotError(f"expected a process without open files, found {found}")

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from medusa_runtime.config import Settings
@@ -94,10 +95,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     else:
         with avoid_cache_folder(), keep_log_levels():
             import_those_there(_GPU_LATE_MODULES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
-        if register_kernels := getattr(current_platform, "register_triton_kernel_overrides", None):  # from 0.31 on
-            register_kernels()
+    _register_kernels()
     from .plugin import register
 
     register()
@@ -143,6 +141,17 @@ def _import_all() -> None:
             beside.enter_context(key_read_beside())
         for module in (*_OURS, *(_CPU_MODULES if on_cpu else _GPU_MODULES)):
             importlib.import_module(module)
+
+
+@cache
+def _register_kernels() -> None:
+    """Replace Triton's kernels by vLLM's own for CPUs, once: it touches every name of every module."""
+    from vllm.platforms import current_platform
+
+    if register_kernels := getattr(current_platform, "register_triton_kernel_overrides", None):  # from 0.31 on
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some names are deprecated
+            register_kernels()
 
 
 def _import_server() -> None:

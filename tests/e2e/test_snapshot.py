@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from e2e.command import MEDUSA, medusa
-from medusa_adapters.cli.serving_process import NAME
 from medusa_snapshot.resuming import MEMORY, place
 from plain_environ import plain_environ
 
@@ -33,7 +32,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [MEDUSA, "snapshot", "--out", folder], env=plain_environ() | {"A_TOKEN": _SECRET}, capture_output=True,
         text=True, check=True, timeout=240,
     )  # fmt: skip
-    assert made.stdout.startswith(f"{place(str(folder), NAME)}: ")
+    assert made.stdout.startswith(place(str(folder), "torch") + ": ")
     return folder
 
 
@@ -128,7 +127,7 @@ def test_instances_of_one_snapshot_sample_differently(resumed: Start, example: P
 def test_settings_that_need_another_process_get_one(
     arguments: tuple[str, ...], start: Start, example: Path, snapshots: Path
 ) -> None:
-    serving = start("--model", example, *arguments, env={"MEDUSA_SNAPSHOTS": str(snapshots)})
+    serving = start("--model", example, "--snapshots", snapshots, *arguments)
     assert serving.complete()["choices"]
     assert not continues(serving)
     assert serving.stop() == 0
@@ -170,18 +169,21 @@ def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> 
         output = medusa("doctor", "--port", "0", *arguments).stdout
         return next(line for line in output.splitlines() if line.split()[1] == "snapshot")
 
-    assert finding("--snapshots", snapshots).split() == ["ok", "snapshot", place(str(snapshots), NAME)]
+    assert finding("--snapshots", snapshots).split() == ["ok", "snapshot", place(str(snapshots), "torch")]
     assert f"none in {tmp_path}; with `medusa snapshot`" in finding("--snapshots", tmp_path)
     assert finding("--snapshots", "none").startswith("-")
     subprocess.run(["cp", "-r", snapshots, tmp_path / "other"], check=True)
-    os.truncate(Path(place(str(tmp_path / "other"), NAME), MEMORY), 4096)
+    os.truncate(Path(place(str(tmp_path / "other"), "torch"), MEMORY), 4096)
     assert "its memory was not written as a whole" in finding("--snapshots", tmp_path / "other")
 
 
 def test_a_folder_without_a_snapshot_is_named(start: Start, example: Path, tmp_path: Path) -> None:
     serving = start("--model", example, "--snapshots", tmp_path)
     assert serving.complete()["choices"]
-    assert f"the snapshot is not used: there is none in {tmp_path}" in (serving.folder / "serve.log").read_text()
+    assert (
+        f"the snapshot is not used: there is none for --engine torch in {tmp_path}"
+        in (serving.folder / "serve.log").read_text()
+    )
     assert serving.stop() == 0
 
 
@@ -217,7 +219,7 @@ def test_what_a_handler_prints_comes_at_once(resumed: Start, tmp_path: Path) -> 
 
 
 def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path) -> None:
-    memory = Path(place(str(snapshots), NAME), MEMORY)
+    memory = Path(place(str(snapshots), "torch"), MEMORY)
     assert _SECRET.encode() not in memory.read_bytes()
 
 

@@ -37,16 +37,18 @@ def test_the_features_of_this_processor_are_found() -> None:
 
 
 def test_only_variables_that_are_read_at_a_start_matter() -> None:
-    found = conditions({"OMP_NUM_THREADS": "2", "PATH": "/", "PYTHONUNBUFFERED": "1", "AWS_SECRET_ACCESS_KEY": "x"})
-    assert found["variables"] == {"OMP_NUM_THREADS": "2"}
+    environ = {"OMP_NUM_THREADS": "2", "PATH": "/", "PYTHONUNBUFFERED": "1", "AWS_SECRET_ACCESS_KEY": "x"}
+    environ["VLLM_CACHE_ROOT"] = "/cache"
+    assert conditions(environ, ())["variables"] == {"OMP_NUM_THREADS": "2"}
+    assert conditions(environ, ("VLLM_",))["variables"] == {"OMP_NUM_THREADS": "2", "VLLM_CACHE_ROOT": "/cache"}
 
 
 def test_what_an_instance_sets_for_its_processes_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    before = variables(os.environ)
+    before = variables(os.environ, ())
     monkeypatch.setenv("GOMP_SPINCOUNT", "1")  # so that it is removed after this test
     del os.environ["GOMP_SPINCOUNT"]
     share_cores()
     assert "GOMP_SPINCOUNT" in os.environ
-    assert variables(os.environ) == before
+    assert variables(os.environ, ()) == before

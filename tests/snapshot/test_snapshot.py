@@ -313,13 +313,72 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     [
         (_THREAD, "one thread, found 2"),
         ("kept = open('/dev/null')", "without open files, found /dev/null"),
-        ("import mmap; kept = mmap.mmap(-1, 4096)", "it shares memory with others"),
+        (
+            "import mmap, tempfile\nwith tempfile.TemporaryFile() as file:\n"
+            "    file.truncate(4096)\n    kept = mmap.mmap(file.fileno(), 4096)",
+            "without open files, found /tmp",
+        ),
+        (
+            "import mmap, os, tempfile\nwith tempfile.TemporaryFile() as file:\n    file.truncate(4096)\n"
+            "    import ctypes; libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n"
+            "    libc.mmap(None, ctypes.c_size_t(4096), 3, 1, file.fileno(), ctypes.c_long(0))",
+            "it shares memory with others",
+        ),
     ],
 )
 def test_a_process_that_cannot_be_saved_says_why(code: str, why: str, tmp_path: Path) -> None:
     saved = Saved(tmp_path, code)
     assert why in saved.output
     assert [path.name for path in tmp_path.iterdir()] == ["body.py"]
+
+
+def test_memory_that_it_shares_with_its_children_is_each_processs_own(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import mmap, os
+        shared = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+        shared[:5] = b"saved"
+        def resumed(arguments):
+            found = bytes(shared[:5])
+            if not (child := os.fork()):
+                shared[:5] = b"child"
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(found, bytes(shared[:5]))
+        """,
+    )
+    assert [saved.resume(), saved.resume()] == ["b'saved' b'child'\n"] * 2
+
+
+def test_paths_in_the_home_folder_are_those_of_the_process_that_continues(tmp_path: Path) -> None:
+    (tmp_path / "of_home.py").write_text(
+        "import os, pathlib\nCACHE = os.path.expanduser('~/.cache')\n"
+        "class Loader:\n    place = pathlib.Path.home() / 'data'\n"
+    )
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    saved = Saved(
+        tmp_path,
+        """
+        from medusa_snapshot.home import NotedHome
+        with NotedHome() as home:
+            import of_home
+        def resumed(arguments):
+            home.renew()
+            print(of_home.CACHE, repr(of_home.Loader.place))
+        """,
+        {"PYTHONPATH": path, "HOME": "/home/of-the-saver"},
+    )
+    for home in ("/root", "/home/another"):
+        expected = f"{home}/.cache PosixPath('{home}/data')\n"
+        assert saved.resume(environ={"PYTHONPATH": path, "HOME": home}) == expected
+
+
+def test_numpy_draws_other_numbers_in_each_process(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    code = "import numpy.random\ndef resumed(arguments): print(numpy.random.random())\n"
+    saved = Saved(tmp_path, code, {"OPENBLAS_NUM_THREADS": "1"})
+    assert saved.resume() != saved.resume()
 
 
 _TRIVIAL = "import colorsys\ndef resumed(arguments): print('resumed')\n"

@@ -173,11 +173,15 @@ def _snapshot(settings: Settings) -> Finding:
     if settings.snapshots == "none":
         return Finding("-", "snapshot", "none is used (--snapshots none)")
     folder = default_folder() if settings.snapshots == "auto" else settings.snapshots
-    found = look(folder, serving_process.NAME)
+    name = serving_process.snapshot_of(settings.engine)
+    if name is None:
+        return Finding("-", "snapshot", f"none is used with --engine {settings.engine}")
+    command = "medusa snapshot" if name == "torch" else f"medusa snapshot --engine {name}"
+    found = look(folder, name, serving_process.VARIABLES[name])
     if found is None:
-        return Finding("-", "snapshot", f"none in {folder}; with `medusa snapshot`, starts on a CPU need not import")
+        return Finding("-", "snapshot", f"none in {folder}; with `{command}`, starts on a CPU need not import")
     path, why = found
-    return Finding("warn", "snapshot", f"{path}: {why}", "medusa snapshot") if why else Finding("ok", "snapshot", path)
+    return Finding("warn", "snapshot", f"{path}: {why}", command) if why else Finding("ok", "snapshot", path)
 
 
 def _port(settings: Settings) -> Finding:

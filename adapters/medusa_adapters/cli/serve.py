@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return serve_with_reload(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level, settings.log_format)
-    if serving_process.why_not is not None:
+    if serving_process.why_not:
         import logging
 
         logging.getLogger(__name__).info(

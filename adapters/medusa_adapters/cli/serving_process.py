@@ -8,51 +8,62 @@ from __future__ import annotations
 import os
 import sys
 
-from medusa_snapshot.resuming import command_line, default_folder, start_anew
+from medusa_snapshot.conditions import namespace
+from medusa_snapshot.resuming import default_folder, start_anew
 from medusa_snapshot.resuming import resume as resume_snapshot
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
-NAME = "serve"
+# The engines that snapshots have imported, with the variables that those read beside what every snapshot depends on.
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "torch": (),
+    "vllm": ("VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OPENBLAS_", "TRITON_", "PYDANTIC_", "XDG_CACHE_HOME"),
+}
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
-is_resumed = False
+resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
 
 
 def resume(given: list[str]) -> None:
     """Become a process that has imported everything, and runs this command line, if there is a snapshot of one."""
     global why_not
-    chosen = _chosen(given)
-    if chosen != "none":
+    chosen = _chosen(given, _FLAG, _VARIABLE)
+    name = snapshot_of(_chosen(given, "--engine", "MEDUSA_ENGINE") or "torch")
+    if chosen != "none" and name is not None:
         is_default = chosen in ("", "auto")
-        why_not = resume_snapshot(default_folder() if is_default else chosen, NAME, given)
+        folder = default_folder() if is_default else chosen
+        why_not = resume_snapshot(folder, name, given, VARIABLES[name])
         if why_not is None and not is_default:
-            why_not = f"there is none in {chosen}"
+            why_not = f"there is none for --engine {name} in {chosen}"
 
 
-def _chosen(given: list[str]) -> str:
-    """Return the setting ``snapshots``. The command line has not been parsed yet."""
+def snapshot_of(engine: str) -> str | None:
+    """Return the name of the snapshot from which a start with this engine continues. None: there are no such ones."""
+    return "torch" if engine == "none" else engine if engine in VARIABLES else None
+
+
+def _chosen(given: list[str], flag: str, variable: str) -> str:
+    """Return what a setting was given. The command line has not been parsed yet."""
+    chosen = os.environ.get(variable, "")
     for index, word in enumerate(given):
         if word == "--":
             break
-        if word == _FLAG and index + 1 < len(given):
-            return given[index + 1]
-        if word.startswith(_FLAG + "="):
-            return word.removeprefix(_FLAG + "=")
-    return os.environ.get(_VARIABLE, "")
+        if word == flag and index + 1 < len(given):
+            chosen = given[index + 1]
+        elif word.startswith(flag + "="):
+            chosen = word.removeprefix(flag + "=")
+    return chosen  # the last one counts
 
 
 def check(settings: Settings) -> None:
-    """Start anew without the snapshot, if this process continues from it and something here needs another one.
-
-    It has imported torch leanly, which vLLM does not support.
-    """
-    if not is_resumed:
+    """Start anew without the snapshot, if this process continues from it and something here needs another one."""
+    if resumed_with is None:
         return
-    if settings.engine not in ("torch", "none") or settings.torch_import == "plain" or settings.snapshots == "none":
-        os.execve(sys.executable, command_line(), {**os.environ, _VARIABLE: "none"})
+    is_other = snapshot_of(settings.engine) != resumed_with or settings.snapshots == "none"
+    if is_other or settings.torch_import == "plain" or settings.vllm_mode == "compatible":
+        start_anew()
     if settings.handler is not None and (name := _shadowed(settings.handler)) is not None:
         start_anew(f"it has another module {name} than the one beside the handler")
 
@@ -72,53 +83,101 @@ def _shadowed(handler: str) -> str | None:
         path = os.path.join(folder, name if name.endswith(".py") else os.path.join(name, "__init__.py"))
         module = sys.modules.get(name.removesuffix(".py"))
         if module is not None and os.path.exists(path):
-            spec = object.__getattribute__(module, "__dict__").get("__spec__")  # a lookup executes a lazy module
+            spec = namespace(module).get("__spec__")
             if spec is not None and spec.origin != path:
                 return name.removesuffix(".py")
     return None
 
 
-def save(folder: str) -> None:
-    """Import what the processes of an instance import, and save this process. Raises SnapshotError."""
+def save(folder: str, engine: str) -> None:
+    """Import what the processes of an instance with this engine import, and save this process.
+
+    Raises SnapshotError.
+    """
     from medusa_runtime.compiled_library import LIBRARY
     from medusa_runtime.process import share_cores
+    from medusa_snapshot.home import NotedHome
     from medusa_snapshot.saving import SnapshotError
     from medusa_snapshot.saving import save as save_snapshot
 
     environ = dict(os.environ)
     share_cores()  # as in an instance: libgomp reads this when it is loaded
-    if (why := _import_everything()) is not None:
-        raise SnapshotError(why)
+    with NotedHome() as home:
+        if (why := _import_vllm() if engine == "vllm" else _import_torch()) is not None:
+            raise SnapshotError(why)
+        _import_everything_else()
+    _leave_threads()
 
     def resumed(arguments: list[str]) -> int:
-        global is_resumed
-        is_resumed = True
-        if os.environ.get("HOME") != environ.get("HOME"):
-            for name in [name for name in sys.modules if name.partition(".")[0] == "botocore"]:
-                del sys.modules[name]  # it has noted where its folders are
+        global resumed_with
+        resumed_with = engine
+        home.renew()
         from .command_line import run
 
         return run(arguments)
 
-    save_snapshot(folder, NAME, LIBRARY, environ, resumed)
+    save_snapshot(folder, engine, LIBRARY, environ, resumed, VARIABLES[engine])
 
 
-def _import_everything() -> str | None:
-    """Import all that an instance imports. Returns a reason why that cannot be kept, or None."""
-    import importlib
-    from contextlib import suppress
+def _leave_threads() -> None:
+    """Go on as a child process, which has none of the threads that libraries keep for later, such as OpenBLAS's.
 
+    They are made anew when they are needed, as in the zygote's children. Raises SnapshotError for threads of Python.
+    """
+    import threading
+
+    from medusa_snapshot.saving import SnapshotError
+
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise SnapshotError(f"expected imports that start no thread of Python, found {names}")
+    if child := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status < 0:
+            print(f"the process was killed by signal {-status} while it was saved", file=sys.stderr)
+        os._exit(1 if status < 0 else status)
+
+
+def _import_torch() -> str | None:
+    """Import what an instance with the torch engine imports. Returns a reason why that cannot be kept, or None."""
     from medusa_handler.server.function_process import preimport as import_function
     from medusa_runtime.imports import lazy_torch
-    from medusa_runtime.instance.roles import preimport as import_roles
-
-    from ..platforms.base import ADAPTERS, load
+    from medusa_runtime.models.registry import import_families
+    from medusa_runtime.registry import engine_kind, imported
 
     # gunicorn and Flask come first: their lean imports leave out modules that nothing has imported yet.
     import_function()
     if (why := lazy_torch.why_not_lean_in_handlers()) is not None:
         return f"torch would be imported as a whole: {why}"
     lazy_torch.import_torch()
+    import_families()
+    imported(engine_kind("torch").open)
+    return None
+
+
+def _import_vllm() -> str | None:
+    """Import all of vLLM that an instance may need. Returns a reason why that cannot be kept, or None."""
+    from medusa_runtime.config import Settings
+    from medusa_runtime.zygote import load_engine_class
+    from medusa_vllm.factory import is_compatible
+    from medusa_vllm.version import is_for_gpus
+
+    if is_for_gpus():
+        return "this vLLM is built for GPUs"
+    load_engine_class(Settings(engine="vllm", device="cpu"))
+    return "this version of vLLM has its own processes, which would import it anew" if is_compatible() else None
+
+
+def _import_everything_else() -> None:
+    import importlib
+    from contextlib import suppress
+
+    from medusa_handler.server.function_process import preimport as import_function
+    from medusa_runtime.instance.roles import preimport as import_roles
+
+    from ..platforms.base import ADAPTERS, load
+
+    import_function()
     import_roles()
     for name in ADAPTERS:
         load(name)
@@ -126,15 +185,14 @@ def _import_everything() -> str | None:
     importlib.import_module("medusa_adapters.cli.serve")
     with suppress(ImportError):
         importlib.import_module("botocore.session")
-    return None
 
 
 def main() -> int:
-    """Save this process in the folder that the command line names; returns the exit status."""
+    """Save this process in the folder and for the engine that the command line names; returns the exit status."""
     from medusa_snapshot.saving import SnapshotError
 
     try:
-        save(sys.argv[1])
+        save(sys.argv[1], sys.argv[2])
     except (SnapshotError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

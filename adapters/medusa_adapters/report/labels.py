@@ -24,5 +24,8 @@ OURS: Labels = {
     "torch-snapshot": Label("medusa-runtime, from a snapshot", "The same after `medusa snapshot`."),
     "torch-prewarmed": Label("medusa-runtime, pre-warmed", _WITH_AGENT),
     "vllm-cold": Label("medusa-runtime with vLLM", "`medusa serve --engine vllm`, without compiled code."),
+    "vllm-snapshot": Label(
+        "medusa-runtime with vLLM, from a snapshot", "The same after `medusa snapshot --engine vllm`."
+    ),
     "vllm-prewarmed": Label("medusa-runtime with vLLM, pre-warmed", _WITH_AGENT),
 }

@@ -10,16 +10,9 @@ from .resources import InstanceResources
 
 
 def preimport() -> None:
-    """Import what processes import that fetch a model, and run it with the torch engine. torch itself comes first.
-
-    This is for a process from which others continue: it leaves to them what an engine's process alone may do.
-    """
+    """Import what the prefetcher and the zygote import, whatever the engine, for a process that will be continued."""
     from .. import zygote  # noqa: F401
-    from ..models.registry import import_families
     from . import engine_fetch  # noqa: F401
-
-    import_families()
-    imported(engine_kind("torch").open)
 
 
 def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:

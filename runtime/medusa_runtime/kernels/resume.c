@@ -141,6 +141,8 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             // The stack stays one mapping, from which libc takes its size.
             if (call(SYS_pread64, snapshot, segment->begin, bytes, segment->offset, 0, 0) != bytes) return -1;
             continue;
+        } else if (segment->kind == SHARED) {
+            flags = MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
         } else if (segment->kind == SAVED) {
             from = snapshot;
             flags |= segment->end <= zeros_end ? MAP_FIXED : MAP_FIXED_NOREPLACE;
@@ -153,6 +155,9 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             flags |= MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
         }
         if (call(SYS_mmap, segment->begin, bytes, protection, flags, from, segment->offset) != (long)segment->begin)
+            return -1;
+        if (segment->kind == SHARED &&
+            call(SYS_pread64, snapshot, segment->begin, bytes, segment->offset, 0, 0) != bytes)
             return -1;
         if (segment->kind == FORGOTTEN && call(SYS_madvise, segment->begin, bytes, MADV_WIPEONFORK, 0, 0, 0)) return -1;
     }

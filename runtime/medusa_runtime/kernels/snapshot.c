@@ -74,8 +74,8 @@ static int add(struct segment segment) {
     return 0;
 }
 
-static int save(uint64_t begin, uint64_t end, int protection) {
-    struct segment segment = {begin, end, end_of_file, 0, protection, SAVED};
+static int save(uint64_t begin, uint64_t end, int protection, enum segment_kind kind) {
+    struct segment segment = {begin, end, end_of_file, 0, protection, kind};
     return add(segment) || write_all((const void *)begin, end - begin) ? -1 : 0;
 }
 
@@ -97,13 +97,13 @@ static int save_content(uint64_t begin, uint64_t end, int protection) {
         int in_memory_or_swap = pagemap[index] >> 62 != 0;
         if (!in_memory_or_swap || !memcmp((const void *)page, no_content, PAGE)) continue;
         if (start && page - stop > GAP_BYTES) {
-            if (save(start, stop, protection)) return -1;
+            if (save(start, stop, protection, SAVED)) return -1;
             start = 0;
         }
         if (!start) start = page;
         stop = page + PAGE;
     }
-    return start ? save(start, stop, protection) : 0;
+    return start ? save(start, stop, protection, SAVED) : 0;
 }
 
 // Returns 1 if a page of a mapped file has been written to, 0 if none has, and -1 for an error.
@@ -124,7 +124,7 @@ static int is_changed(uint64_t begin, uint64_t end) {
 static int save_file_mapping(uint64_t begin, uint64_t end, int protection, uint64_t offset, const char *name) {
     int changed = is_changed(begin, end);
     if (changed < 0) return -1;
-    if (changed) return save(begin, end, protection);
+    if (changed) return save(begin, end, protection, SAVED);
     size_t bytes = strlen(name) + 1;
     if (names_bytes + bytes > sizeof names) return fail("it has mapped too many files");
     memcpy(names + names_bytes, name, bytes);
@@ -155,9 +155,12 @@ static int save_mapping(const char *line, const char *flags) {
     if (!strcmp(name, "[vdso]")) {
         // libc goes on reading the headers of this library where they were. Its functions are called at a new place.
         head.vdso = begin, head.vdso_end = end;
-        return save(begin, end, PROT_READ);
+        return save(begin, end, PROT_READ, SAVED);
     }
-    if (permissions[3] == 's' && permissions[1] == 'w') return fail("it shares memory with others: %s", line);
+    if (permissions[3] == 's' && permissions[1] == 'w') {
+        if (strcmp(name, "/dev/zero (deleted)")) return fail("it shares memory with others: %s", line);
+        return save(begin, end, protection, SHARED);  // anonymous: only what this process forks could have it
+    }
     if (!strcmp(name, "[stack]")) return save_stack(end, protection);
     if (!(protection & PROT_READ)) return add((struct segment){begin, end, 0, 0, protection, RESERVED});
     if (name[0] == '/') return save_file_mapping(begin, end, protection, offset, name);

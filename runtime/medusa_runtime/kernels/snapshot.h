@@ -13,6 +13,7 @@ enum segment_kind {
     FORGOTTEN,  // anonymous memory that a forked child finds empty, such as the state of random numbers
     FILE_PAGES, // pages of another file, unchanged
     SAVED,      // pages of this file
+    SHARED,     // pages of this file, which a process shares with those that it forks
 };
 
 // Registers come first: assembly knows their offsets.

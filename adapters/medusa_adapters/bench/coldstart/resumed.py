@@ -17,14 +17,14 @@ from .contestants import Medusa, Question, Sample
 class ResumedMedusa(Medusa):
     """`medusa serve` with a snapshot. Raises MedusaError where none can be made, or a start does not use it."""
 
-    def __init__(self, *, name: str, python: str = sys.executable) -> None:
-        super().__init__(name=name, python=python)
+    def __init__(self, engine: str, *, name: str, python: str = sys.executable, flags: tuple[str, ...] = ()) -> None:
+        super().__init__(engine, name=name, python=python, flags=flags)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def prepared(self, question: Question) -> Question:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="medusa-snapshot-")
-            command = [*self.command, "snapshot", "--out", self._folder.name]
+            command = [*self.command, "snapshot", "--engine", self.engine, "--out", self._folder.name]
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise MedusaError(f"medusa snapshot: {made.stderr.strip()}")

@@ -1,0 +1,151 @@
+"""`medusa serve --engine vllm` continues from what `medusa snapshot --engine vllm` has saved."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.command import MEDUSA, medusa
+from plain_environ import plain_environ
+
+Start = Callable[..., Any]
+PATIENCE_S = 300.0
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64"),
+]
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("snapshots")
+    made = subprocess.run(
+        [MEDUSA, "snapshot", "--engine", "vllm", "--out", folder], env=plain_environ(), capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.fixture
+def vllm(start: Start, snapshots: Path, example: Path) -> Start:
+    def start_vllm(*arguments: str | Path, env: dict[str, str] | None = None) -> Any:
+        return start("--model", example, "--engine", "vllm", "--snapshots", snapshots, *arguments, env=env)
+
+    return start_vllm
+
+
+def continues(serving: Any) -> bool:
+    assert serving.request("GET", "/livez")[0] == 200
+    return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
+
+
+def ask(serving: Any, path: str = "/v1/completions", **body: Any) -> Any:
+    body = body or {"prompt": "def ", "max_tokens": 8, "temperature": 0}
+    status, answer, _ = serving.request("POST", path, body, timeout_s=PATIENCE_S)
+    assert status == 200, (answer, (serving.folder / "serve.log").read_text())
+    return answer
+
+
+def test_it_answers_as_without_a_snapshot_on_all_routes(vllm: Start) -> None:
+    plain, resumed = vllm("--snapshots", "none"), vllm()
+    assert [continues(plain), continues(resumed)] == [False, True]
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    question = {"messages": [{"role": "user", "content": "sort"}]}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", greedy | {"prompt": "def ", "logprobs": 2}),
+        ("/v1/completions", {"prompt": ["def ", "class "], "temperature": 1.0, "seed": 7, "max_tokens": 8}),
+        ("/v1/completions", greedy | {"prompt": "def ", "structured_outputs": {"choice": ["yes", "no"]}}),
+        ("/v1/chat/completions", greedy | question),
+        ("/tokenize", {"prompt": "def "}),  # vLLM's own server
+    ]
+    for path, body in requests:
+        found = [ask(serving, path, **body) for serving in (plain, resumed)]
+        parts = [[answer.get(part) for part in ("choices", "tokens")] for answer in found]
+        assert parts[0] == parts[1], path
+    assert [plain.stop(), resumed.stop()] == [0, 0]
+
+
+def test_a_crashed_engine_is_replaced(vllm: Start) -> None:
+    serving = vllm()
+    first = ask(serving)["choices"]
+    os.kill(pid := serving.child("engine"), signal.SIGKILL)
+    while serving.children().get(pid) == "engine":
+        time.sleep(0.01)
+    assert ask(serving)["choices"] == first
+    assert continues(serving)
+    assert serving.stop() == 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs")
+def test_ranks_are_forked_from_it(vllm: Start) -> None:
+    serving = vllm("--tensor-parallel", "2")
+    assert ask(serving)["choices"]
+    assert continues(serving)
+    assert serving.stop() == 0
+
+
+def test_a_handler_beside_it_has_numpy_and_its_own_home(vllm: Start, tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text(
+        """
+import numpy
+import transformers.utils
+
+
+class Handler:
+    def load(self, context):
+        self.model = context.model
+
+    def predict(self, request):
+        square = numpy.ones((300, 300))
+        return {
+            "cache": transformers.utils.HF_MODULES_CACHE,
+            "sum": float((square @ square).sum()),
+            "text": self.model.generate("def", max_tokens=2, temperature=0),
+        }
+"""
+    )
+    serving = vllm("--handler", tmp_path / "handler.py", env={"HOME": str(tmp_path / "home")})
+    status, answer, _ = serving.request("POST", "/", {}, timeout_s=PATIENCE_S)
+    assert status == 200, (serving.folder / "serve.log").read_text()
+    assert answer["cache"] == str(tmp_path / "home/.cache/huggingface/modules")
+    assert answer["sum"] == 300**3
+    assert answer["text"]
+    assert continues(serving)
+    assert serving.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "why"),
+    [
+        (("--vllm-mode", "compatible"), {}, ""),
+        ((), {"VLLM_LOGGING_LEVEL": "ERROR"}, "it was made with no VLLM_LOGGING_LEVEL, found VLLM_LOGGING_LEVEL=ERROR"),
+    ],
+)
+def test_settings_that_need_another_process_get_one(
+    arguments: tuple[str, ...], env: dict[str, str], why: str, vllm: Start
+) -> None:
+    serving = vllm(*arguments, env=env)
+    assert ask(serving)["choices"]
+    assert not continues(serving)
+    assert why in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
+
+
+def test_the_torch_engine_and_the_doctor_look_for_their_own(
+    start: Start, vllm: Start, snapshots: Path, example: Path
+) -> None:
+    serving = start("--model", example, "--engine", "torch", "--snapshots", snapshots)
+    assert serving.complete()["choices"]
+    assert f"there is none for --engine torch in {snapshots}" in (serving.folder / "serve.log").read_text()
+    assert serving.stop() == 0
+    lines = medusa("doctor", "--port", "0", "--engine", "vllm", "--snapshots", snapshots).stdout.splitlines()
+    assert next(line for line in lines if line.split()[1] == "snapshot").split()[0] == "ok"
