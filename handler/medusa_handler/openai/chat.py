@@ -14,7 +14,7 @@ from .answer import Choice
 from .body.parameters import Body, flag
 from .logprobs import chat_logprobs, prompt_logprobs
 from .tools.choice import tools_of
-from .tools.formats import CallDelta, Parsed, ToolParser
+from .tools.formats import CallDelta, Parsed, ToolParser, merge_deltas
 
 
 def messages(body: Body) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ class _CallParsing:
         content, calls = self._parser.push(text)
         if last:
             rest = self._parser.finish()
-            content, calls = content + rest.content, [*calls, *rest.calls]
+            content, calls = content + rest.content, merge_deltas([*calls, *rest.calls])
         if not self._parallel:
             calls = [call for call in calls if call.number == 0]
         self.called = self.called or bool(calls)

@@ -48,6 +48,7 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{THINK}{NEXT}{CALL}<|call|>", "Hm.", "", CALLS),
     (f"{THINK}{NEXT}{PREAMBLE}{NEXT}{THINK}{NEXT}{CALL}", "Hm.\nHm.", "I look.", CALLS),
     (f"{THINK}{NEXT}{CALL}{NEXT}{CALL}<|call|>", "Hm.", "", CALLS * 2),
+    (f"{CALL}<|en", "", "", [("time", '{"a": 1}<|en')]),
     (f"{PREAMBLE}{NEXT}{FINAL}", "", "I look.\nFour.", []),
     (f"{FINAL}<|end|>\n{ASSISTANT}{FINAL}", "", "Four.\nFour.", []),
     # The other ways in which the model writes a call.

@@ -140,7 +140,7 @@ class _CharacterParser:
         self.add_content(raw)
 
     def _flush(self) -> Parsed:
-        found = Parsed("".join(self._content), _merge_deltas(self._calls))
+        found = Parsed("".join(self._content), merge_deltas(self._calls))
         self._content, self._calls = [], []
         return found
 
@@ -355,7 +355,7 @@ class HarmonyCallParser:
                     calls.append(CallDelta(self._count - 1, None, None, piece.text))
             elif piece.kind in ("content", "reasoning"):  # reasoning only if nothing has taken it before
                 content.append(self._content.take(piece))
-        return Parsed("".join(content), _merge_deltas(calls))
+        return Parsed("".join(content), merge_deltas(calls))
 
 
 class ForcedCallsParser(_CharacterParser):
@@ -384,7 +384,7 @@ class NamedCallParser:
     def push(self, text: str) -> Parsed:
         calls = [self._first] if self._first is not None else []
         self._first = None
-        return Parsed("", _merge_deltas([*calls, CallDelta(0, None, None, text)] if text else calls))
+        return Parsed("", merge_deltas([*calls, CallDelta(0, None, None, text)] if text else calls))
 
     def finish(self) -> Parsed:
         return self.push("")
@@ -421,7 +421,7 @@ def format_of(name: str, template: str) -> Format | None:
     return next((format for format in FORMATS if format.name == name), None)
 
 
-def _merge_deltas(calls: list[CallDelta]) -> list[CallDelta]:
+def merge_deltas(calls: list[CallDelta]) -> list[CallDelta]:
     """Merge the deltas of each call into one."""
     first: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
