@@ -11,7 +11,9 @@ from plain_environ import plain_environ
 MEDUSA = Path(sys.executable).with_name("medusa")
 
 
-def medusa(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Without the settings of whoever runs the tests."""
-    environ = plain_environ()
+def medusa(
+    *arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Without the settings of whoever runs the tests, but with ``env``."""
+    environ = plain_environ() | (env or {})
     return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=240, env=environ, cwd=cwd)

@@ -228,6 +228,10 @@ def test_bad_calls_are_one_line_and_removing_removes(tmp_path: Path, snapshots: 
     refused = medusa("snapshot", "--out", tmp_path / "file")
     assert refused.returncode == 1
     assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    for flags, status in (((), 2), (("--if-possible",), 0)):
+        refused = medusa("snapshot", "--out", tmp_path / "none", *flags, env={"MEDUSA_ENGINE": "cluster"})
+        assert refused.returncode == status
+        assert "MEDUSA_ENGINE=cluster: there are snapshots for torch or vllm only" in refused.stdout + refused.stderr
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", snapshots, other], check=True)
     assert medusa("snapshot", "--out", other, "--remove").returncode == 0

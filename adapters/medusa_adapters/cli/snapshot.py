@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from medusa_runtime.errors import StateError
+from medusa_runtime.errors import ConfigError, MedusaError, StateError
 from medusa_snapshot.conditions import variables
 from medusa_snapshot.resuming import MEMORY, default_folder, place
 
@@ -26,10 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "installation and environment then continue from it in place of importing. Run it again after an update."
     )
     parser.add_argument(
-        "--engine", choices=serving_process.VARIABLES, default="torch", help="for starts with it (torch: and none)"
+        "--engine", choices=serving_process.VARIABLES, default=_engine(os.environ),
+        help="for starts with this engine; torch: and for those with none (default: MEDUSA_ENGINE's, or torch)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--if-possible", action="store_true", help="where none can be made, say why, and end with status 0"
     )
     parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
     parser.add_argument("--remove", action="store_true", help="remove the snapshot for this machine's processor")
+
+
+def _engine(environ: Mapping[str, str]) -> str:
+    """Return the engine for whose starts a snapshot is made if the command line does not say. Unknown ones stay."""
+    engine = environ.get("MEDUSA_ENGINE") or "torch"
+    return serving_process.snapshot_of(engine) or engine
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     os.umask(0o022)  # others may use it
     start = time.monotonic()
-    _save(folder, arguments.engine)
+    try:
+        if arguments.engine not in serving_process.VARIABLES:
+            expected = " or ".join(serving_process.VARIABLES)
+            raise ConfigError(f"MEDUSA_ENGINE={arguments.engine}: there are snapshots for {expected} only")
+        _save(folder, arguments.engine)
+    except MedusaError as error:
+        if not arguments.if_possible:
+            raise
+        print(error)
+        return 0
     saved_s = time.monotonic() - start
     print(f"{target}: {size((target / MEMORY).stat().st_size)}, saved after {saved_s:.1f} s")
     return 0

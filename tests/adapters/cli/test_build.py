@@ -23,11 +23,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_dockerfile_of_a_folder(folder: Path) -> None:
-    assert build(folder, "--show").stdout == 'FROM medusa-runtime\nCOPY . ./\nENV MEDUSA_HANDLER="handler.py"\n'
+    assert build(folder, "--show").stdout.splitlines() == [
+        "FROM medusa-runtime", "RUN medusa snapshot --if-possible", "COPY . ./", 'ENV MEDUSA_HANDLER="handler.py"',
+    ]  # fmt: skip
     (folder / "requirements.txt").write_text("numpy\n")
     shown = build(folder, "--show", "--base", "b:1", "--handler", "handler.py:handle", "--model", "s3://b/m").stdout
     assert shown.splitlines() == [
-        "FROM b:1", "COPY requirements.txt ./", "RUN medusa-install", "COPY . ./",
+        "FROM b:1", "COPY requirements.txt ./", "RUN medusa-install", "RUN medusa snapshot --if-possible",
+        "COPY . ./",
         'ENV MEDUSA_HANDLER="handler.py:handle"', 'ENV MEDUSA_MODEL="s3://b/m"',
     ]  # fmt: skip
     (folder / "Dockerfile").write_text("FROM scratch\n")
@@ -74,7 +77,7 @@ def test_neither_flags_nor_links_put_instructions_into_the_dockerfile(folder: Pa
         assert (found.returncode, found.stdout) == (2, ""), found
         assert f"{flags[0]}: expected" in found.stderr
     (folder / "a\nRUN x.py").write_text("")
-    assert "RUN" not in build(folder, "--show").stdout
+    assert "RUN x" not in build(folder, "--show").stdout
     (folder / "Dockerfile").symlink_to("/etc/hostname")
     found = build(folder, "--show")
     assert (found.returncode, found.stdout) == (2, "")
@@ -112,11 +115,12 @@ def works(tool: str) -> bool:
 
 @pytest.mark.containers
 @pytest.mark.parametrize("tool", TOOLS)
-def test_an_image_is_built(folder: Path, tool: str) -> None:
+def test_an_image_is_built(folder: Path, tool: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     if not works(tool):
         pytest.skip(f"{tool} does not work here")
+    base = _base_whose_commands_do_nothing(tmp_path_factory.mktemp("base"), tool)
     (folder / ".env").write_text("SECRET=1\n")
-    done = build(folder, "--base", "scratch", "--tag", "medusa-test-build:1", "--tool", tool)
+    done = build(folder, "--base", base, "--tag", "medusa-test-build:1", "--tool", tool)
     assert done.returncode == 0, done.stderr
     assert "built medusa-test-build:1" in done.stdout
     other = "podman" if tool == "buildah" else tool
@@ -128,7 +132,17 @@ def test_an_image_is_built(folder: Path, tool: str) -> None:
         )
         assert "handler.py" in files.stdout
         assert ".env" not in files.stdout
-    subprocess.run([other, "rmi", "medusa-test-build:1"], capture_output=True, check=False)
+    subprocess.run([other, "rmi", "medusa-test-build:1", base], capture_output=True, check=False)
+
+
+def _base_whose_commands_do_nothing(folder: Path, tool: str) -> str:
+    (folder / "Dockerfile").write_text("FROM scratch\nCOPY sh /bin/sh\n")
+    compiler = ["gcc", "-static", "-nostdlib", "-x", "c", "-", "-o", folder / "sh"]
+    program = 'void _start(void) { __asm__("mov $60, %eax; xor %edi, %edi; syscall"); }'
+    subprocess.run(compiler, input=program, text=True, check=True)
+    tag = "localhost/medusa-test-base:1"
+    subprocess.run([tool, "build", "--tag", tag, folder], capture_output=True, check=True)
+    return tag
 
 
 @pytest.mark.containers

@@ -90,6 +90,7 @@ def dockerfile(folder: Path, base: str, handler: str | None, model: str | None) 
     lines = [f"FROM {base}"]
     if (folder / "requirements.txt").is_file():
         lines += ["COPY requirements.txt ./", "RUN medusa-install"]
+    lines.append("RUN medusa snapshot --if-possible")
     lines.append("COPY . ./")
     for name, value in (("MEDUSA_HANDLER", handler), ("MEDUSA_MODEL", model)):
         if value is not None:
