@@ -13,6 +13,9 @@ import pytest
 import torch
 from engine_fixtures import SETTINGS, Served
 from medusa_runtime.engine.torch import prompt_scoring
+from medusa_runtime.errors import EngineError
+from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.transformers.attention import STEP, Step, attend
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -68,6 +71,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                  "attention_heads": 4, "max_position_embeddings": 64}),
     "biogpt": ("BioGptForCausalLM", PLAIN),
     "phimoe": ("PhimoeForCausalLM", GATED | {"num_local_experts": 4}),
+    "phimoe-window": ("PhimoeForCausalLM", GATED | {"num_local_experts": 4, "sliding_window": 6}),
+    "llama4-chunks": (
+        "Llama4ForCausalLM",
+        GATED | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 6,
+                 "interleave_moe_layer_step": 2},
+    ),
     "arcee": ("ArceeForCausalLM", GATED),
     "ernie4.5-moe": (
         "Ernie4_5_MoeForCausalLM", GATED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
@@ -105,7 +114,8 @@ def expected(model: Any, prompt: list[int], count: int = TOKENS) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-QUICK = ("gpt2", "gemma2", "olmoe", "bloom")  # a mask by position, a bound, fused experts, attention of its own
+# A mask by position, a bound, fused experts, attention of its own, and a window that only a mask shows.
+QUICK = ("gpt2", "gemma2", "olmoe", "bloom", "phimoe-window")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +154,20 @@ def test_prompts_are_scored_as_by_transformers_in_small_steps(
         assert answer.tokens == served.ask(prompt, max_tokens=3).tokens
     assert company.last.finish_reason == "length"
     assert max(rows) <= 5 + len(prompts) + 1  # of the tokens that are scored, and the last ones
+
+
+def test_attention_that_the_cache_has_no_room_for_is_refused() -> None:
+    module, step = torch.nn.Module(), Step()
+    step.kv_heads, step.head_dim = 2, 8
+    setattr(module, STEP, step)
+    step.begin(CausalAttention(3))
+    module.layer_idx = 0
+    key, narrow, wide = (torch.randn(1, 2, 3, size) for size in (8, 6, 12))
+    assert attend(module, key, key, narrow)[0].shape == (1, 3, 2, 6)
+    with pytest.raises(
+        EngineError, match=r"keys of \[1, 2, 3, 8\], values of \[1, 2, 3, 12\]\); expected --engine vllm"
+    ):
+        attend(module, key, key, wide)
 
 
 LEANLY = """

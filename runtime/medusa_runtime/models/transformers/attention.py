@@ -60,10 +60,11 @@ def attend(
     have a smaller head_dim than a key, and is padded in the cache. Raises EngineError for attention of another kind.
     """
     step: Step | None = getattr(module, STEP, None)
-    if step is None or attention_mask is not None or key.shape[1] != step.kv_heads or key.shape[3] != step.head_dim:
+    known = step is not None and (key.shape[1], key.shape[3]) == (step.kv_heads, step.head_dim)
+    if step is None or not known or attention_mask is not None or value.shape[3] > step.head_dim:
         raise EngineError(
             f"{type(module).__name__} of transformers attends in a way that the torch engine does not support (keys of "
-            f"{list(key.shape)}); expected --engine vllm for this model"
+            f"{list(key.shape)}, values of {list(value.shape)}); expected --engine vllm for this model"
         )
     size = value.shape[3]
     if size != step.head_dim:

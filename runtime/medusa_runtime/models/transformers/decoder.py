@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ class TransformersDecoder(DecoderModel):
         self._step = Step()
         self._step.kv_heads, self._step.head_dim = config.num_kv_heads, config.head_dim
         for part in self.module.modules():
-            if isinstance(getattr(part, "layer_idx", None), int):
+            if isinstance(getattr(part, "layer_idx", None), int) and not self.gathers:
                 setattr(part, STEP, self._step)
             if hasattr(part, "warn_if_padding_and_no_attention_mask"):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
@@ -86,13 +89,28 @@ def build(config: TransformersConfig) -> tuple[Any, bool]:
     """Build the module that a config describes, as a skeleton. Also return whether it needs its own attention."""
     kind = own_class(config.found_class)
     own = own_config(config.found_class, config.raw)
-    gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION
+    gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION or masks(kind, own)
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read
     module = construct(kind, own, config.dtype)
     with default_dtype(config.dtype):
         separate_experts(module)
     return module, gathers
+
+
+def masks(kind: Any, own: Any) -> bool:
+    """Return whether a class hides tokens from others by a mask alone, which the engine's attention does not take.
+
+    Classes with sliding windows pass their size to the attention, too, except for a few.
+    """
+    source = Path(str(sys.modules[kind.__module__].__file__)).read_text()
+    sizes = []
+    if "create_chunked_causal_mask" in source:
+        sizes.append(getattr(own, "attention_chunk_size", None))
+    if "create_sliding_window_causal_mask" in source and "sliding_window=" not in source:
+        sizes.append(getattr(own, "sliding_window", None))
+    longest = getattr(own, "max_position_embeddings", None) or math.inf
+    return any(isinstance(size, int) and size < longest for size in sizes)
 
 
 def own_attention(kind: Any) -> str:
