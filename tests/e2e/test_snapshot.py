@@ -48,7 +48,7 @@ def resumed(start: Start, snapshots: Path) -> Start:
 
 
 def continues(serving: Any) -> bool:
-    """Whether this instance is one that continues from a snapshot."""
+    """Whether this instance or agent is one that continues from a snapshot."""
     return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
 
 
@@ -162,6 +162,33 @@ def test_another_user_continues_from_what_root_has_saved(start: Start, example: 
             ["4321"] * 4
         ] * 2
         assert serving.stop() == 0
+
+
+def test_an_agent_continues_from_it_and_gives_its_engines_to_functions(
+    start_node: Start, start: Start, resumed: Start, snapshots: Path, example: Path
+) -> None:
+    node = start_node("--prewarm", "torch=1", "--snapshots", str(snapshots))
+    node.wait_warm()
+    assert continues(node)
+    (warm,) = node.status()["engines"]["torch"]["pids"]
+    plain = start("--model", example, "--snapshots", "none")
+    serving = resumed("--model", example, "--node-socket", node.socket)
+    assert serving.complete()["choices"] == plain.complete()["choices"]
+    assert node.status()["engines"]["torch"]["taken"] == 1
+    assert Path(f"/proc/{warm}").exists()
+    assert medusa("node", "ping", "--socket", node.socket).returncode == 0
+    assert serving.stop() == plain.stop() == 0
+    node.wait_warm()
+    assert node.stop() == 0
+
+
+@pytest.mark.parametrize("flags", [("--torch-import", "plain"), ("--prewarm", "torch=0,vllm=0"), ("--pre", "vllm=0")])
+def test_an_agent_that_needs_other_engines_imports_them(
+    flags: tuple[str, str], start_node: Start, snapshots: Path
+) -> None:
+    node = start_node("--prewarm", "torch=1", *flags, "--snapshots", str(snapshots))
+    assert not continues(node)
+    assert node.stop() == 0
 
 
 def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> None:

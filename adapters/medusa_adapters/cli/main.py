@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for a bad call, 130 after Ctrl-C, 1 for every other failure."""
     try:
         given = sys.argv[1:] if argv is None else argv
-        if argv is None and given[:1] == ["serve"] and sys.platform == "linux":
+        if argv is None and given[:1] in (["serve"], ["node"]) and sys.platform == "linux":
             from .serving_process import resume
 
             resume(given)

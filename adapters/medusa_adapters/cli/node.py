@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.node.settings import NODE_OPTIONS, REPEATED, NodeSettings, node_settings
 
+from . import serving_process
 from .progress import size
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def _serve(settings: NodeSettings) -> int:
 
     from .serve import configure_logging
 
+    serving_process.check_agent(settings)
     configure_logging(settings.log_level, settings.log_format)
+    serving_process.log_why_not()
     agent = Agent(settings, _metrics(settings))
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)

@@ -83,12 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return serve_with_reload(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level, settings.log_format)
-    if serving_process.why_not:
-        import logging
-
-        logging.getLogger(__name__).info(
-            "the snapshot is not used: %s; `medusa snapshot` makes a new one", serving_process.why_not
-        )
+    serving_process.log_why_not()
     from medusa_runtime.instance import serve
 
     observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)

@@ -1,4 +1,4 @@
-"""The process of `medusa serve` when it has imported everything: saved as a snapshot, and continued from it.
+"""The process of `medusa serve` or `medusa node` that has imported everything: saved as a snapshot, and continued.
 
 ``resume`` runs before anything else in a start, so this module imports next to nothing.
 """
@@ -15,6 +15,7 @@ from medusa_snapshot.resuming import resume as resume_snapshot
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
+    from medusa_runtime.node.settings import NodeSettings
 
 # The engines that snapshots have imported, with the variables that those read beside what every snapshot depends on.
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -30,7 +31,7 @@ def resume(given: list[str]) -> None:
     """Become a process that has imported everything, and runs this command line, if there is a snapshot of one."""
     global why_not
     chosen = _chosen(given, _FLAG, _VARIABLE)
-    name = snapshot_of(_chosen(given, "--engine", "MEDUSA_ENGINE") or "torch")
+    name = _wanted(given)
     if chosen != "none" and name is not None:
         is_default = chosen in ("", "auto")
         folder = default_folder() if is_default else chosen
@@ -39,13 +40,24 @@ def resume(given: list[str]) -> None:
             why_not = f"there is none for --engine {name} in {chosen}"
 
 
+def _wanted(given: list[str]) -> str | None:
+    """Return the name of the snapshot for this command line. An agent that warms several engines imports them."""
+    if given[0] == "serve":
+        return snapshot_of(_chosen(given, "--engine", "MEDUSA_ENGINE") or "torch")
+    if any(word in ("ping", "status") or word.startswith("--drop") for word in given):
+        return None
+    warm = _chosen(given, "--prewarm", "MEDUSA_NODE_PREWARM")
+    engines = {each.partition("=")[0].strip() for each in warm.split(",")}
+    return snapshot_of(engines.pop()) if len(engines) == 1 else None
+
+
 def snapshot_of(engine: str) -> str | None:
     """Return the name of the snapshot from which a start with this engine continues. None: there are no such ones."""
     return "torch" if engine == "none" else engine if engine in VARIABLES else None
 
 
 def _chosen(given: list[str], flag: str, variable: str) -> str:
-    """Return what a setting was given. The command line has not been parsed yet."""
+    """Return what a setting was given, at last. The command line has not been parsed yet."""
     chosen = os.environ.get(variable, "")
     for index, word in enumerate(given):
         if word == "--":
@@ -54,7 +66,7 @@ def _chosen(given: list[str], flag: str, variable: str) -> str:
             chosen = given[index + 1]
         elif word.startswith(flag + "="):
             chosen = word.removeprefix(flag + "=")
-    return chosen  # the last one counts
+    return chosen
 
 
 def check(settings: Settings) -> None:
@@ -66,6 +78,22 @@ def check(settings: Settings) -> None:
         start_anew()
     if settings.handler is not None and (name := _shadowed(settings.handler)) is not None:
         start_anew(f"it has another module {name} than the one beside the handler")
+
+
+def check_agent(settings: NodeSettings) -> None:
+    """Start the agent anew without the snapshot, if it continues from one that does not fit its settings."""
+    if resumed_with is not None and (
+        set(settings.prewarm) != {resumed_with} or settings.snapshots == "none" or settings.torch_import == "plain"
+    ):
+        start_anew()
+
+
+def log_why_not() -> None:
+    """Log why a snapshot that is there is not used, if there is one."""
+    if why_not:
+        import logging
+
+        logging.getLogger(__name__).info("the snapshot is not used: %s; `medusa snapshot` makes a new one", why_not)
 
 
 def _shadowed(handler: str) -> str | None:
@@ -182,7 +210,8 @@ def _import_everything_else() -> None:
     for name in ADAPTERS:
         load(name)
     importlib.import_module("medusa_adapters.report.gantt")
-    importlib.import_module("medusa_adapters.cli.serve")
+    for name in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node", "medusa_runtime.node.agent"):
+        importlib.import_module(name)
     with suppress(ImportError):
         importlib.import_module("botocore.session")
 

@@ -87,6 +87,7 @@ class NodeSettings:
     look_every_s: float = 60.0  # the time between checks whether a store's objects were replaced; 0: never
     gpu_context: bool = False
     torch_import: str = "auto"
+    snapshots: str = "auto"
     trust_state: str | None = None  # as in config.Settings, for the code that idle engines run
     trust_key: str | None = None
     connections: int | None = None
@@ -291,6 +292,7 @@ NODE_OPTIONS = (
         OneOf(*TORCH_IMPORTS),
         "idle engines' torch: plain, or lean where that was tested (auto and lean)",
     ),
+    Option("snapshots", str, "as in `medusa serve`; used if one kind of engine is kept"),
     Option(
         "trust_state",
         trust_prefixes,
