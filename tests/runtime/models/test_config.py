@@ -81,6 +81,12 @@ def test_a_recurrent_model_is_refused() -> None:
         model_config({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
 
+def test_a_model_that_chooses_its_keys_is_refused() -> None:
+    pytest.importorskip("transformers.models.deepseek_v32")
+    with pytest.raises(ModelError, match="DeepseekV32ForCausalLM attends to keys that an index chooses"):
+        model_config({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"})
+
+
 def test_transformers_is_not_asked_for_where_it_would_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_runtime.models.transformers.catalog.installed", lambda: None)
     with pytest.raises(MissingPackageError, match=r"GPT2LMHeadModel .* need transformers, which is not installed: pip"):

@@ -18,6 +18,7 @@ from ..architectures import CLASSIFIER, architecture_of, unsupported
 from ..fields import Fields
 
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
+_INDEXER = re.compile(r"^class \w*Indexer\(", re.MULTILINE)  # DeepSeek's sparse attention, and others like it
 INSTALL = 'pip install "medusa-runtime[transformers]"'
 
 
@@ -52,6 +53,8 @@ def find_class(raw: Mapping[str, Any]) -> TransformersClass:
     source = found.read_text()
     if "_is_stateful = True" in source:
         raise _refused(architecture, "keeps a recurrent state, for which the torch engine has no cache")
+    if _INDEXER.search(source):
+        raise _refused(architecture, "attends to keys that an index chooses, for which the torch engine has no cache")
     return TransformersClass(f"transformers.models.{found.parent.name}.{found.stem}", architecture, kind)
 
 
