@@ -87,6 +87,12 @@ def test_a_model_that_chooses_its_keys_is_refused() -> None:
         model_config({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"})
 
 
+def test_a_model_whose_layers_differ_in_size_is_refused() -> None:
+    pytest.importorskip("transformers.models.gemma4")
+    with pytest.raises(ModelError, match=r"Gemma4ForCausalLM: expected layers of the same sizes.*found: 'head_dim'"):
+        model_config({"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"})
+
+
 def test_transformers_is_not_asked_for_where_it_would_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_runtime.models.transformers.catalog.installed", lambda: None)
     with pytest.raises(MissingPackageError, match=r"GPT2LMHeadModel .* need transformers, which is not installed: pip"):

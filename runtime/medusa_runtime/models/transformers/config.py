@@ -34,11 +34,23 @@ class TransformersConfig(ModelConfig):
     def of(cls, raw: Mapping[str, Any]) -> Self:
         """Read a parsed config.json.
 
-        Raises the errors of ``catalog.find_class``, and ConfigError for a config.json that transformers refuses.
+        Raises the errors of ``catalog.find_class``, ConfigError for a config.json that transformers refuses, and
+        ModelError for layers of different sizes.
         """
         found = find_class(raw)
-        fields = Fields(raw)
         config = own_config(found, raw)
+        try:
+            return cls._of_class(found, config, raw)
+        except RuntimeError as error:  # transformers' for an attribute that each layer has for itself
+            text = str(error).partition(". ")[0]
+            raise ModelError(
+                f"{found.name}: expected layers of the same sizes, for which the torch engine has a cache, found: "
+                f"{text}; expected another model, or --engine vllm"
+            ) from error
+
+    @classmethod
+    def _of_class(cls, found: TransformersClass, config: Any, raw: Mapping[str, Any]) -> Self:
+        fields = Fields(raw)
         heads, hidden = config.num_attention_heads, config.hidden_size
         if config.num_hidden_layers > MOST_LAYERS:
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
