@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,25 @@ def test_both_engines_answer_without_triton_and_network(start: Callable[..., Any
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == text
     podman("stop", "--time", "30", container.name)
     assert container.state("ExitCode") == "0", container.logs()
+
+
+def test_an_image_with_a_snapshot_of_vllm_continues_from_it(
+    start: Callable[..., Any], image: str, tmp_path: Path
+) -> None:
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nENV MEDUSA_ENGINE=vllm\nRUN medusa snapshot\n")
+    name = f"localhost/medusa-test-{uuid.uuid4().hex[:12]}"
+    try:
+        podman("build", "--tag", name, str(tmp_path), timeout_s=600)
+        container = start(name, *CONFINED, *MODEL)
+        answer = json.loads(container.run("python", "-c", ASK).stdout)
+        assert answer["choices"][0]["text"].strip()
+        program = podman("exec", container.name, "readlink", "/proc/1/exe").stdout.strip()
+        assert program.endswith("/medusa-resume"), container.logs()
+        podman("stop", "--time", "30", container.name)
+        assert container.state("ExitCode") == "0", container.logs()
+        container.remove()
+    finally:
+        podman("rmi", "--force", name, check=False)
 
 
 def test_size(image: str) -> None:
