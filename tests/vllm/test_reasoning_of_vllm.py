@@ -42,3 +42,23 @@ def test_a_text_has_the_reasoning_that_vllm_finds(tokenizer: Any, name: str, tex
     found = reasoning_of(name, "", "<think>\n")
     assert found == TaggedReasoning("inside", name == "qwen3")
     assert found.parser().push(text, last=True) == [tuple(part or "" for part in theirs)]
+
+
+def test_vllm_keeps_the_opening_tag_of_a_delta_of_several_tokens(tokenizer: Any) -> None:
+    """A fault of vLLM 0.32, which test_vllm_reasoning.py allows for; once this fails, it need not any more."""
+    managers = pytest.importorskip("vllm.reasoning")
+
+    def stream(*deltas: str) -> str:
+        parser = managers.ReasoningParserManager.get_reasoning_parser("deepseek_r1")(tokenizer)
+        text, ids, reasoning = "", [], ""
+        for delta in deltas:
+            new = tokenizer.encode(delta, add_special_tokens=False)
+            said = parser.extract_reasoning_streaming(text, text + delta, delta, ids, ids + new, new)
+            text, ids = text + delta, ids + new
+            reasoning += (said and said.reasoning) or ""
+        return reasoning
+
+    assert stream("<think>", "I", " add") == "I add"
+    assert stream("<think>I", " add") == "<think>I add"
+    parser = reasoning_of("deepseek_r1", "", "").parser()
+    assert parser.push("<think>I", last=False) + parser.push(" add", last=True) == [("I", ""), (" add", "")]
