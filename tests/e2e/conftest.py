@@ -66,6 +66,8 @@ class Serving(ForkedInstance):
             for pid, role in self.children().items():
                 if role == name:
                     return pid
+            if self.process.poll() is not None:
+                pytest.fail(f"no process {name!r}, for the instance has ended:\n{self.output()}")
             time.sleep(0.01)
         pytest.fail(f"no process {name!r} among {self.children()}")
 

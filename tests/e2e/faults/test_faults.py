@@ -57,9 +57,11 @@ def test_an_object_replaced_while_it_is_read_is_an_error(start: Start, slow_orig
     serving = start("--model", slow_origin.url)
     while serving.request("GET", "/readyz")[1].get("total_bytes", 0) == 0:
         time.sleep(0.02)
+    prefetcher = serving.child("prefetcher")
+    os.kill(prefetcher, signal.SIGSTOP)  # or it might find the new object, and end, before it is killed
     slow_origin.replaced = True
     slow_origin.bytes_per_s = 1e9
-    os.kill(serving.child("prefetcher"), signal.SIGKILL)
+    os.kill(prefetcher, signal.SIGKILL)
     assert serving.wait_gone() != 0
     assert "Storage.Changed" in serving.output()
 
