@@ -13,7 +13,8 @@ from .load_priority import LoadPriority, is_interactive_load_running
 
 _LARGEST_SPAN_BYTES = 8 << 20
 _LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer's answer is not longer
-# If a reader frees memory as it copies, the fetch is at most this and the largest tensor ahead of it.
+# If a reader frees memory as it copies, what has come is at most this and the largest tensor ahead of it, and what is
+# under way at most as much again. prefetcher.py asks for the memory for both.
 UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
 _PACED_YIELD_S = 0.02  # longer, because many connections wait, and only one of them may go on
@@ -55,6 +56,7 @@ class Schedule:
         for chunk in self._pending:
             self._taken[chunk] = 0
         self._next = self._furthest = 0
+        self._handed_out_bytes = writer.fetched_bytes  # with what was there already
         self._lock = threading.Lock()
         self._stopped = False
         self._link_bytes_per_s: float | None = None  # as it was before the fetch was paced
@@ -125,6 +127,7 @@ class Schedule:
         with self._lock:
             for chunk in span.chunks:
                 self._taken[chunk] = self._writer.present(chunk)
+                self._handed_out_bytes -= 0 if self._taken[chunk] else self._chunks.size(chunk)
             self._next = 0
             self._skip_taken()
 
@@ -169,7 +172,9 @@ class Schedule:
         if self._next < self._furthest or not (released or self._most_ahead < math.inf):
             return False
         most = UNRELEASED_BYTES + self._chunks.largest_tensor_bytes if released else self._most_ahead
-        return self._writer.fetched_bytes - released > most
+        if self._writer.fetched_bytes - released > most:
+            return True
+        return self._handed_out_bytes - released > most + UNRELEASED_BYTES
 
     def _is_less_important(self) -> bool:
         """Return whether this is a background load while an interactive one is under way."""
@@ -195,6 +200,7 @@ class Schedule:
         self._taken[first : first + count] = b"\1" * count
         self._skip_taken()
         span = Span(first, count)
+        self._handed_out_bytes += sum(map(self._chunks.size, span.chunks))
         if count * self._chunks.chunk_bytes > _LARGEST_SPAN_BYTES:
             self.large, self._most_bytes = span, _LARGEST_SPAN_BYTES
         return span
