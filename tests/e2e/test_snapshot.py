@@ -127,9 +127,10 @@ def test_instances_of_one_snapshot_sample_differently(resumed: Start, example: P
 def test_settings_that_need_another_process_get_one(
     arguments: tuple[str, ...], start: Start, example: Path, snapshots: Path
 ) -> None:
-    serving = start("--model", example, "--snapshots", snapshots, *arguments)
+    serving = start("--model", example, "--snapshots", snapshots, *arguments, env={"MEDUSA_MODLE": "x"})
     assert serving.complete()["choices"]
     assert not continues(serving)
+    assert (serving.folder / "serve.log").read_text().count("did you mean MEDUSA_MODEL") == 1
     assert serving.stop() == 0
 
 

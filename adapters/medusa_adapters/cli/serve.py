@@ -71,13 +71,15 @@ _ENGINES_OF_FLAGS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for variable, meant in misspelt(os.environ):
-        print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
-    settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
+    try:
+        settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
+        settings = with_engine_flags(settings, arguments.engine_flags)
+        serving_process.check(settings)  # before anything is printed: it may execute this command anew
+    finally:
+        for variable, meant in misspelt(os.environ):
+            print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     warn_of_unread_flags(flags, settings.engine)
-    settings = with_engine_flags(settings, arguments.engine_flags)
-    serving_process.check(settings)
     if arguments.reload:
         from .reload import serve_with_reload
 

@@ -74,7 +74,8 @@ def check(settings: Settings) -> None:
     if resumed_with is None:
         return
     is_other = snapshot_of(settings.engine) != resumed_with or settings.snapshots == "none"
-    if is_other or settings.torch_import == "plain" or settings.vllm_mode == "compatible":
+    has_other_parts = settings.vllm_mode == "compatible" if resumed_with == "vllm" else settings.torch_import == "plain"
+    if is_other or has_other_parts:
         start_anew()
     if settings.handler is not None and (name := _shadowed(settings.handler)) is not None:
         start_anew(f"it has another module {name} than the one beside the handler")
@@ -82,9 +83,10 @@ def check(settings: Settings) -> None:
 
 def check_agent(settings: NodeSettings) -> None:
     """Start the agent anew without the snapshot, if it continues from one that does not fit its settings."""
-    if resumed_with is not None and (
-        set(settings.prewarm) != {resumed_with} or settings.snapshots == "none" or settings.torch_import == "plain"
-    ):
+    if resumed_with is None:
+        return
+    is_other = set(settings.prewarm) != {resumed_with} or settings.snapshots == "none"
+    if is_other or (resumed_with == "torch" and settings.torch_import == "plain"):
         start_anew()
 
 
