@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 import pytest
+from medusa_adapters.cli.serving_process import VARIABLES
 from medusa_runtime.process import share_cores
 from medusa_snapshot.conditions import conditions, difference, processor, variables
 
@@ -41,6 +42,19 @@ def test_only_variables_that_are_read_at_a_start_matter() -> None:
     environ["VLLM_CACHE_ROOT"] = "/cache"
     assert conditions(environ, ())["variables"] == {"OMP_NUM_THREADS": "2"}
     assert conditions(environ, ("VLLM_",))["variables"] == {"OMP_NUM_THREADS": "2", "VLLM_CACHE_ROOT": "/cache"}
+
+
+def test_secrets_and_the_services_of_kubernetes_do_not_matter() -> None:
+    environ = {
+        "HF_TOKEN": "hf_x", "VLLM_API_KEY": "x", "VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_SERVICE_PORT_HTTP": "80",
+        "VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_PORT_80_TCP_ADDR": "10.0.0.1", "HF_TOKEN_PATH": "/token",
+    }  # fmt: skip
+    assert variables(environ, VARIABLES["vllm"]) == {"HF_TOKEN_PATH": "/token"}
+
+
+@pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "HUGGINGFACE_HUB_CACHE", "NPY_DISABLE_CPU_FEATURES"])
+def test_what_libraries_of_vllm_read_at_import_matters(name: str) -> None:
+    assert variables({name: "x", "OPENAI_API_KEY": "x"}, VARIABLES["vllm"]) == {name: "x"}
 
 
 def test_what_an_instance_sets_for_its_processes_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 # The engines that snapshots have imported, with the variables that those read beside what every snapshot depends on.
 VARIABLES: dict[str, tuple[str, ...]] = {
     "torch": (),
-    "vllm": ("VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OPENBLAS_", "TRITON_", "PYDANTIC_", "XDG_CACHE_HOME"),
-}
+    "vllm": (
+        "AIOHTTP_", "AOT", "AZURE_OPENAI_ENDPOINT", "COMPRESSED_TENSORS_", "DISABLE_TELEMETRY", "DO_NOT_TRACK", "GRPC_",
+        "HF_", "HUGGINGFACE_", "INDUCTOR_", "LOGURU_", "NPY_", "NUMPY_", "OPENAI_API_TYPE", "OPENAI_API_VERSION",
+        "OPENBLAS_", "OPENCV_", "OTEL_ATTRIBUTE_", "OTEL_PROPAGATORS", "OTEL_PYTHON_", "OTEL_SPAN_", "PILLOW_",
+        "PROMETHEUS_", "prometheus_multiproc_dir", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYZMQ_", "SYMPY_", "TOKENIZERS_",
+        "TRANSFORMERS_", "TRITON_", "TVM_FFI_", "USE_HUB_KERNELS", "USE_TORCH_XLA", "VLLM_", "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME", "XGRAMMAR_",
+    ),
+}  # fmt: skip
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
 resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
@@ -142,6 +149,10 @@ def save(folder: str, engine: str) -> None:
         global resumed_with
         resumed_with = engine
         home.renew()
+        if engine == "vllm":
+            from medusa_vllm.imports import renew_offline_mode
+
+            renew_offline_mode()  # it is for engines, not for a handler
         from .command_line import run
 
         return run(arguments)
