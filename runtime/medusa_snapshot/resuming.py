@@ -173,7 +173,11 @@ def start_resumed(message_fd: int) -> list[str]:
         pass  # /proc is mounted for reading alone, and the name shows in ps
     time.tzset()
     if "tempfile" in sys.modules:
-        vars(sys.modules["tempfile"])["tempdir"] = None  # it is chosen by the environment, once
+        # The folder is chosen by the environment, once. Names are random, but not if this process has the old one's id.
+        vars(sys.modules["tempfile"]).update(tempdir=None, _name_sequence=None)
+    if "logging" in sys.modules:  # %(relativeCreated)d counts from here
+        logging: Any = sys.modules["logging"]
+        logging._startTime = time.time_ns() if isinstance(logging._startTime, int) else time.time()
     for place, finder in list(sys.path_importer_cache.items()):
         if finder is None:  # there was no such folder
             del sys.path_importer_cache[place]
@@ -237,6 +241,10 @@ def _renew_secrets() -> None:
         loaded["ssl"].RAND_add(os.urandom(64), 64.0)
     if "multiprocessing.process" in loaded:
         loaded["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "opentelemetry.sdk.resources" in loaded:  # what tells instances apart in traces; it is made anew when needed
+        vars(loaded["opentelemetry.sdk.resources"])["_service_instance_id"] = None
+    if "transformers.utils.hub" in loaded:  # Hugging Face counts users by it
+        vars(loaded["transformers.utils.hub"])["SESSION_ID"] = os.urandom(16).hex()
 
 
 def _renew_threads() -> None:

@@ -82,8 +82,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     """
     check_version()
     set_variables()
-    if settings.log_level != "debug":
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
+    # vLLM warns about settings that we choose on purpose. This may be the second call, after that of a snapshot.
+    logging.getLogger("vllm").setLevel(logging.NOTSET if settings.log_level == "debug" else logging.ERROR)
     # A process that waits for its model has time to import everything.
     lean = region is not None and settings.compile != "always" and is_tested()
     with lean_imports() if lean else nullcontext(), without_torch_compile(), avoid_cache_folder(), keep_log_levels():
@@ -116,6 +116,7 @@ def set_variables() -> None:
     """Set the variables that vLLM reads, except those that a user has set."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    renew_offline_mode()
     if not is_for_gpus():
         return
     if importlib.util.find_spec("flashinfer") is None:  # vLLM imports it to find out that it samples without
@@ -123,6 +124,13 @@ def set_variables() -> None:
     if not any(name in os.environ for name in _CACHE_VARIABLES):
         # Compiled functions bring all of Inductor's work: the default from torch 2.12.
         os.environ.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+
+
+def renew_offline_mode() -> None:
+    """Let huggingface_hub, if it has been imported, be offline if the environment says so now."""
+    if constants := sys.modules.get("huggingface_hub.constants"):
+        wanted = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+        constants.HF_HUB_OFFLINE = wanted.upper() in ("1", "ON", "YES", "TRUE")  # type: ignore[attr-defined]
 
 
 def _import_all() -> None:

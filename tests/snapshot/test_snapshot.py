@@ -149,15 +149,31 @@ def test_what_is_random_differs_in_each(tmp_path: Path) -> None:
     saved = Saved(
         tmp_path,
         """
-        import multiprocessing, os, random, ssl, uuid
+        import multiprocessing, os, random, ssl, tempfile, uuid
         ssl.RAND_bytes(8)  # so that its generator has a state
+        names = tempfile._get_candidate_names()
+        next(names)
         def resumed(arguments):
+            names._rng_pid = os.getpid()  # as in containers, whose processes have the same ids
+            print(next(tempfile._get_candidate_names()))
             print(random.random(), os.urandom(8), ssl.RAND_bytes(8), uuid.uuid4())
             print(bytes(multiprocessing.current_process().authkey))
         """,
     )
     first, second = saved.resume(), saved.resume()
     assert not set(first.split()) & set(second.split())
+
+
+def test_its_log_counts_from_its_own_start(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import logging
+        before = logging._startTime
+        def resumed(arguments): print(logging._startTime > before, type(logging._startTime) is type(before))
+        """,
+    )
+    assert saved.resume() == "True True\n"
 
 
 def test_memory_that_a_child_finds_empty_is_empty(tmp_path: Path) -> None:

@@ -96,8 +96,11 @@ def test_ranks_are_forked_from_it(vllm: Start) -> None:
 def test_a_handler_beside_it_has_numpy_and_its_own_home(vllm: Start, tmp_path: Path) -> None:
     (tmp_path / "handler.py").write_text(
         """
+import huggingface_hub.constants
 import numpy
+import opentelemetry.sdk.resources
 import transformers.utils
+import transformers.utils.hub
 
 
 class Handler:
@@ -107,20 +110,46 @@ class Handler:
     def predict(self, request):
         square = numpy.ones((300, 300))
         return {
+            "session": transformers.utils.hub.SESSION_ID,
+            "instance": opentelemetry.sdk.resources._service_instance_id,
+            "offline": huggingface_hub.constants.HF_HUB_OFFLINE,
             "cache": transformers.utils.HF_MODULES_CACHE,
             "sum": float((square @ square).sum()),
             "text": self.model.generate("def", max_tokens=2, temperature=0),
         }
 """
     )
-    serving = vllm("--handler", tmp_path / "handler.py", env={"HOME": str(tmp_path / "home")})
-    status, answer, _ = serving.request("POST", "/", {}, timeout_s=PATIENCE_S)
-    assert status == 200, (serving.folder / "serve.log").read_text()
+    instances = [vllm("--handler", tmp_path / "handler.py", env={"HOME": str(tmp_path / "home")}) for _ in range(2)]
+    answer, other = (ask(serving, "/", some="thing") for serving in instances)
+    assert answer["session"] != other["session"]
+    assert answer["instance"] is None  # it is made anew
+    assert not answer["offline"]  # only the engine is
     assert answer["cache"] == str(tmp_path / "home/.cache/huggingface/modules")
     assert answer["sum"] == 300**3
     assert answer["text"]
+    for serving in instances:
+        assert continues(serving)
+        assert serving.stop() == 0
+
+
+def test_it_logs_what_vllm_does_if_asked(vllm: Start) -> None:
+    serving = vllm("--log-level", "debug")
+    assert ask(serving)["choices"]
     assert continues(serving)
+    assert " INFO vllm." in (serving.folder / "serve.log").read_text()
     assert serving.stop() == 0
+
+
+def test_secrets_are_not_saved(tmp_path: Path) -> None:
+    secret = "hf_" + "attacked" * 3
+    made = subprocess.run(
+        [MEDUSA, "snapshot", "--engine", "vllm", "--out", tmp_path], env=plain_environ() | {"HF_TOKEN": secret},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not any(secret.encode() in path.read_bytes() for path in files)
 
 
 @pytest.mark.parametrize(
