@@ -48,7 +48,8 @@ STARTS = {
 class VllmBaseline:
     """A contestant that runs `LLM(...)` in a fresh interpreter, without a server. So it does less than ours.
 
-    Its caches are in a folder of its own. The first sample fills it, and the benchmark discards that sample.
+    Its caches are in a folder of its own. The first sample fills it, and the benchmark discards that sample. So are its
+    temporary files: vLLM leaves a socket or a file of its process group behind at each start.
     """
 
     model = "m"
@@ -96,8 +97,11 @@ class VllmBaseline:
         root = Path(self._caches.name)
         if not self._start.keeps_caches:
             root = Path(tempfile.mkdtemp(dir=root))
+        temporary = root / "tmp"
+        temporary.mkdir(exist_ok=True)
         # The compiler also has caches in temporary folders: Inductor's default is a folder in TMPDIR.
         caches = {
+            "TMPDIR": str(temporary),
             "VLLM_CACHE_ROOT": str(root / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
             "TRITON_CACHE_DIR": str(root / "triton"),

@@ -30,7 +30,7 @@ QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=3)
 
 # As much of vLLM as the script asks for: it logs to stdout, and says what it was started with.
 VLLM = """
-import os, pathlib
+import os, pathlib, tempfile
 class SamplingParams:
     def __init__(self, **options): self.options = options
 class Output: pass
@@ -43,6 +43,7 @@ class LLM:
         self.said += " streamed" if options.get("load_format") == "runai_streamer" else ""
         self.said += " inside" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else ""
         cache.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(tempfile.gettempdir(), "vllm_dist_" + os.urandom(4).hex()).touch()
         if model == "broken": raise SystemExit("no such model")
     def generate(self, prompts, params, use_tqdm):
         answer, request = Output(), Output()
@@ -69,7 +70,13 @@ def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("vllm-eager-baseline", ["cold eager...", "warm eager..."]),
     ],
 )
-def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> None:
+def test_each_baseline_starts_vllm_in_its_way(
+    name: str, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
     assert set(STARTS) <= set(ROWS)
     (baseline,) = make_contestants([name], ROWS, sys.executable)
     try:
@@ -80,6 +87,7 @@ def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> No
             assert sample.ttft_s > 0
     finally:
         baseline.close()
+    assert list(temporary.iterdir()) == [], "vLLM leaves files behind"
 
 
 @pytest.mark.usefixtures("with_vllm")
