@@ -95,7 +95,9 @@ def build_function(engine: None, base_image: str, tmp_path_factory: pytest.TempP
         name = f"localhost/medusa-test-{uuid.uuid4().hex[:12]}"
         # A user's machine reaches a registry of packages by itself; this one lends its settings to the build.
         lent = load("host").user_build_flags(tmp_path_factory.mktemp("settings"))
-        ran = podman("build", "--network", "host", "--tag", name, *lent, str(folder), check=False, timeout_s=600)
+        # With layers, a build that fails leaves an image without a name of the steps before.
+        flags = ("--network", "host", "--layers=false", "--tag", name, *lent)
+        ran = podman("build", *flags, str(folder), check=False, timeout_s=600)
         if ran.returncode:
             return None, ran.stdout + ran.stderr
         made.append(name)
