@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 # Variables that Python or a library reads while it starts, so that a snapshot has what they said.
 _VARIABLES = (
-    "ATEN_", "CUDA_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKLDNN_", "MKL_",
-    "OMP_", "ONEDNN_", "OPENSSL_", "PYTHON", "PYTORCH_", "TORCH",
+    "ATEN_", "CUDA_", "DNNL_", "FORWARDED_ALLOW_IPS", "GLIBC_TUNABLES", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_",
+    "MKLDNN_", "MKL_", "OMP_", "ONEDNN_", "OPENSSL_", "PYTHON", "PYTORCH_", "THP_", "TORCH",
 )  # fmt: skip
 # These change nothing that is kept. torch sets the last one itself.
 _IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
@@ -68,7 +68,7 @@ def processor() -> list[str]:
 
 
 def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the files that this process has mapped or executed, and the folders of its import path.
+    """Return the files that this process has mapped, executed or trusts, and the folders of its import path.
 
     Each has its size in bytes and the seconds of its modification time, which is what a container image keeps of it.
     """
@@ -79,7 +79,18 @@ def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str,
         if spec is not None and spec.has_location:
             names.add(spec.origin)
     names.update(filter(os.path.isdir, import_path))
+    if "aiohttp.connector" in sys.modules:
+        names.update(_certificates())
     return [(name, *_status(name)) for name in sorted(names) if os.path.exists(name)]
+
+
+def _certificates() -> list[str]:
+    """Return where the certificates are that OpenSSL trusts. aiohttp reads them when it is imported."""
+    import ssl
+
+    paths = ssl.get_default_verify_paths()
+    file = paths.cafile or os.path.dirname(paths.openssl_cafile)  # it could be added there
+    return [file, paths.openssl_capath]
 
 
 def namespace(owner: Any) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from .conditions import conditions, difference, processor
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn, TextIO
 
@@ -23,6 +24,7 @@ _OPENBLAS_FUNCTIONS = tuple(
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
 )
 _MOST_CONDITIONS_BYTES = 16 << 20
+_generators: list[random.Random] = []
 
 
 def default_folder() -> str:
@@ -153,6 +155,14 @@ def command_line() -> list[bytes]:
         return file.read().removesuffix(b"\0").split(b"\0")
 
 
+def note_generators() -> None:
+    """Note this process's random generators, which the processes of its snapshot have to seed."""
+    import gc
+    import random
+
+    _generators[:] = [each for each in gc.get_objects() if type(each) is random.Random]
+
+
 def start_resumed(message_fd: int) -> list[str]:
     """Read what the process said that this one continues, and bring up to date what the snapshot has of old.
 
@@ -178,6 +188,8 @@ def start_resumed(message_fd: int) -> list[str]:
     if "logging" in sys.modules:  # %(relativeCreated)d counts from here
         logging: Any = sys.modules["logging"]
         logging._startTime = time.time_ns() if isinstance(logging._startTime, int) else time.time()
+    if "multiprocessing.process" in sys.modules:
+        vars(sys.modules["multiprocessing.process"])["ORIGINAL_DIR"] = _working_directory()  # for spawned processes
     for place, finder in list(sys.path_importer_cache.items()):
         if finder is None:  # there was no such folder
             del sys.path_importer_cache[place]
@@ -187,6 +199,13 @@ def start_resumed(message_fd: int) -> list[str]:
     _renew_threads()
     arguments: list[str] = message["arguments"]
     return arguments
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None  # it was removed
 
 
 def _renew_signals() -> None:
@@ -231,8 +250,8 @@ def _reopen_streams(natures: Sequence[tuple[str, str | None, bool, bool] | None]
 def _renew_secrets() -> None:
     """Make new what is random, which would otherwise be the same in all processes of a snapshot."""
     loaded = sys.modules
-    if "random" in loaded:
-        loaded["random"].seed()
+    for generator in _generators:
+        generator.seed()
     if "torch" in loaded:
         loaded["torch"].default_generator.seed()
     if "numpy.random" in loaded:

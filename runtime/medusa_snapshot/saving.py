@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .conditions import conditions, files
-from .resuming import CONDITIONS, MEMORY, place, start_resumed
+from .resuming import CONDITIONS, MEMORY, note_generators, place, start_resumed
 
 _PROBLEM_BYTES = 500
 
@@ -52,6 +52,7 @@ def save(
     new.mkdir(mode=0o700, parents=True)
     try:
         gc.collect()
+        note_generators()
         gc.freeze()  # the collector would otherwise write to, and so copy, every page of a process that continues
         problem = ctypes.create_string_buffer(_PROBLEM_BYTES)
         memory_fd = os.open(new / MEMORY, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

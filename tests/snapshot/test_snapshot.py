@@ -151,12 +151,13 @@ def test_what_is_random_differs_in_each(tmp_path: Path) -> None:
         """
         import multiprocessing, os, random, ssl, tempfile, uuid
         ssl.RAND_bytes(8)  # so that its generator has a state
+        another = random.Random()
         names = tempfile._get_candidate_names()
         next(names)
         def resumed(arguments):
             names._rng_pid = os.getpid()  # as in containers, whose processes have the same ids
             print(next(tempfile._get_candidate_names()))
-            print(random.random(), os.urandom(8), ssl.RAND_bytes(8), uuid.uuid4())
+            print(random.random(), another.random(), os.urandom(8), ssl.RAND_bytes(8), uuid.uuid4())
             print(bytes(multiprocessing.current_process().authkey))
         """,
     )
@@ -367,27 +368,46 @@ def test_memory_that_it_shares_with_its_children_is_each_processs_own(tmp_path: 
     assert [saved.resume(), saved.resume()] == ["b'saved' b'child'\n"] * 2
 
 
-def test_paths_in_the_home_folder_are_those_of_the_process_that_continues(tmp_path: Path) -> None:
-    (tmp_path / "of_home.py").write_text(
-        "import os, pathlib\nCACHE = os.path.expanduser('~/.cache')\n"
+def test_paths_in_folders_of_the_user_are_those_of_the_process_that_continues(tmp_path: Path) -> None:
+    (tmp_path / "of_user.py").write_text(
+        "import getpass, os, pathlib, tempfile\nCACHE = os.path.expanduser('~/.cache')\n"
+        "BUILDS = f'{tempfile.gettempdir()}/builds_{getpass.getuser()}'\n"
         "class Loader:\n    place = pathlib.Path.home() / 'data'\n"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     saved = Saved(
         tmp_path,
         """
-        from medusa_snapshot.home import NotedHome
-        with NotedHome() as home:
-            import of_home
+        from medusa_snapshot.folders import NotedFolders
+        with NotedFolders() as folders:
+            import of_user
         def resumed(arguments):
-            home.renew()
-            print(of_home.CACHE, repr(of_home.Loader.place))
+            folders.renew()
+            print(of_user.CACHE, repr(of_user.Loader.place), of_user.BUILDS)
         """,
         {"PYTHONPATH": path, "HOME": "/home/of-the-saver"},
     )
-    for home in ("/root", "/home/another"):
-        expected = f"{home}/.cache PosixPath('{home}/data')\n"
-        assert saved.resume(environ={"PYTHONPATH": path, "HOME": home}) == expected
+    for home, temporary, user in (("/root", "/tmp", "one"), ("/home/another", str(tmp_path), "another")):
+        environ = {"PYTHONPATH": path, "HOME": home, "TMPDIR": temporary, "LOGNAME": user}
+        expected = f"{home}/.cache PosixPath('{home}/data') {temporary}/builds_{user}\n"
+        assert saved.resume(environ=environ) == expected
+
+
+def test_processes_that_it_spawns_are_in_its_working_directory(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import multiprocessing, os
+        def resumed(arguments):
+            pool = multiprocessing.get_context("spawn").Pool(1)
+            print(pool.apply(os.getcwd))
+            pool.terminate()
+            pool.join()
+        """,
+    )
+    folder = tmp_path / "here"
+    folder.mkdir()
+    assert saved.resume(cwd=folder) == f"{folder}\n"
 
 
 def test_numpy_draws_other_numbers_in_each_process(tmp_path: Path) -> None:
@@ -420,6 +440,17 @@ def test_another_environment_or_a_changed_file_is_noticed(tmp_path: Path) -> Non
     module.unlink()
     os.utime(tmp_path, (1, 1))
     assert "no longer there" in saved.resume(environ=same) or "changed" in saved.resume(environ=same)
+
+
+def test_other_trusted_certificates_are_noticed(tmp_path: Path) -> None:
+    """aiohttp reads them when it is imported. One here stands for it: vLLM's environment has the real one."""
+    trusted = tmp_path / "trusted.pem"
+    trusted.touch()
+    same = {"SSL_CERT_FILE": str(trusted)}
+    saved = Saved(tmp_path, "import sys, ssl; sys.modules['aiohttp.connector'] = ssl\n" + _TRIVIAL, same)
+    assert saved.resume(environ=same) == "resumed\n"
+    trusted.write_text("another")
+    assert saved.resume(environ=same) == f"plain {trusted} has changed since it was made\n"
 
 
 def test_a_damaged_snapshot_is_not_used(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 VARIABLES: dict[str, tuple[str, ...]] = {
     "torch": (),
     "vllm": (
-        "AIOHTTP_", "AOT", "AZURE_OPENAI_ENDPOINT", "COMPRESSED_TENSORS_", "DISABLE_TELEMETRY", "DO_NOT_TRACK", "GRPC_",
-        "HF_", "HUGGINGFACE_", "INDUCTOR_", "LOGURU_", "NPY_", "NUMPY_", "OPENAI_API_TYPE", "OPENAI_API_VERSION",
-        "OPENBLAS_", "OPENCV_", "OTEL_ATTRIBUTE_", "OTEL_PROPAGATORS", "OTEL_PYTHON_", "OTEL_SPAN_", "PILLOW_",
-        "PROMETHEUS_", "prometheus_multiproc_dir", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYZMQ_", "SYMPY_", "TOKENIZERS_",
-        "TRANSFORMERS_", "TRITON_", "TVM_FFI_", "USE_HUB_KERNELS", "USE_TORCH_XLA", "VLLM_", "XDG_CACHE_HOME",
-        "XDG_CONFIG_HOME", "XGRAMMAR_",
+        "AIOHTTP_", "AOT", "AZURE_OPENAI_ENDPOINT", "COMPRESSED_TENSORS_", "CXX", "DISABLE_TELEMETRY", "DO_NOT_TRACK",
+        "GOTO", "GRPC_", "HF_", "HUGGINGFACE_", "INDUCTOR_", "LOGURU_", "NPY_", "NUMPY_", "OPENAI_API_TYPE",
+        "OPENAI_API_VERSION", "OPENBLAS_", "OPENCV_", "OTEL_ATTRIBUTE_", "OTEL_PROPAGATORS", "OTEL_PYTHON_",
+        "OTEL_SPAN_", "PILLOW_", "PROMETHEUS_", "prometheus_multiproc_dir", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYZMQ_",
+        "SAGEMAKER_TRANSFORMS_", "SSL", "SYMPY_", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_", "TVM_FFI_",
+        "USE_HUB_KERNELS", "USE_TORCH_XLA", "VLLM_", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XGRAMMAR_",
     ),
 }  # fmt: skip
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
@@ -133,13 +133,13 @@ def save(folder: str, engine: str) -> None:
     """
     from medusa_runtime.compiled_library import LIBRARY
     from medusa_runtime.process import share_cores
-    from medusa_snapshot.home import NotedHome
+    from medusa_snapshot.folders import NotedFolders
     from medusa_snapshot.saving import SnapshotError
     from medusa_snapshot.saving import save as save_snapshot
 
     environ = dict(os.environ)
     share_cores()  # as in an instance: libgomp reads this when it is loaded
-    with NotedHome() as home:
+    with NotedFolders() as folders:
         if (why := _import_vllm() if engine == "vllm" else _import_torch()) is not None:
             raise SnapshotError(why)
         _import_everything_else()
@@ -148,7 +148,7 @@ def save(folder: str, engine: str) -> None:
     def resumed(arguments: list[str]) -> int:
         global resumed_with
         resumed_with = engine
-        home.renew()
+        folders.renew()
         if engine == "vllm":
             from medusa_vllm.imports import renew_offline_mode
 

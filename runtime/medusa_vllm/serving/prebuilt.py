@@ -17,6 +17,8 @@ from .replacement import patch_function
 logger = logging.getLogger(__name__)
 
 _MODEL_ARGUMENTS = {"model", "model_tag", "served_model_name"}
+# Variables that change the server: vLLM's, and those that put the user's middleware and handlers into it.
+_READ_BY_SERVER = ("VLLM_", "SAGEMAKER_", "CUSTOM_")
 # Variables that an engine's start sets itself. Any other that differs may concern the server, such as its key.
 _SET_BY_ENGINE = (
     "VLLM_CPU_", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
@@ -92,7 +94,7 @@ def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("VLLM_") and not name.startswith(_SET_BY_ENGINE)
+        if name.startswith(_READ_BY_SERVER) and not name.startswith(_SET_BY_ENGINE)
     }
     return repr(sorted(values.items())), sorted(tasks), environment
 

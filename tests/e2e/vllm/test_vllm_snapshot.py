@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from e2e.command import MEDUSA, medusa
+from medusa_adapters.cli.serving_process import VARIABLES
+from medusa_snapshot.conditions import variables
 from plain_environ import plain_environ
 
 Start = Callable[..., Any]
@@ -150,6 +153,45 @@ def test_secrets_are_not_saved(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert not any(secret.encode() in path.read_bytes() for path in files)
+
+
+# Those whose values are brought up to date, or that change nothing that an instance uses: logs, other processors,
+# pure-Python variants of modules, and the defaults of servers and clients that it does not start.
+_HARMLESS = (
+    r"_?[A-Z]*(LANG|LANGUAGE|LC_[A-Z]+|COLUMNS|LINES|(NO|FORCE)_COLOR|PYCHARM_HOSTED)"
+    r"|L?NAME|LOGNAME|USER|USERNAME|PWD|PORT|CI"
+    r"|TE?MP|TMPDIR|XDG_RUNTIME_DIR|WEB_CONCURRENCY|[A-Z]+_NO_EXTENSIONS|[A-Z_]*LOG[A-Z_]*|[A-Z_0-9]*DEBUG[A-Z_]*"
+    r"|(AITER|CU[DT]|COMPILE_STROBELIGHT|COMPRESSED_TENSORS|ENABLE|FLASHINFER|FX|JAX|LOGURU|MPMATH|NETWORKX|NPU|OAUTH"
+    r"|OPENAI|PARTITIONER|PT2|SAGE|SM|SYMPY|TILELANG|TVM|UNSAFE|USE_TORCH|WINDOWS|XLA|_NETWORKX|_PYTHON)[A-Z0-9]*_.*"
+    r"|AZURE_OPENAI_ENDPOINT|CLAUDE_CONFIG_DIR|DEFER_PYDANTIC_BUILD|DUMP_AOTI_MINIFIER|EAGER_IMPORT|FAKE_ALLOW_META"
+    r"|OPENID_PROVIDER_URL|P[A-Z]+_BACKEND|PROTOCOL_BUFFERS_.*|SETUPTOOLS_.*|TEMPORARILY_.*|LRU_CACHE_CAPACITY"
+    r"|OTEL_.*"  # its resources are made again for each start
+    r"|(CUSTOM|SAGEMAKER)_.*"  # medusa_vllm.serving.prebuilt
+)
+_TRACED_IMPORT = """
+import os
+read, get = set(), type(os.environ).__getitem__
+def noting(environ, name):
+    read.add(os.fsdecode(name))
+    return get(environ, name)
+type(os.environ).__getitem__ = noting
+from medusa_adapters.cli import serving_process
+assert serving_process._import_vllm() is None
+serving_process._import_everything_else()
+print(*read)
+"""
+
+
+def test_every_variable_that_is_read_is_a_condition_or_harmless() -> None:
+    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+    command = [MEDUSA.with_name("python"), "-c", _TRACED_IMPORT]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=120)
+    read = dict.fromkeys(done.stdout.splitlines()[-1].split(), "1")
+    assert len(read) > 300
+    conditions = variables(read, VARIABLES["vllm"])
+    secrets_and_ours = ("_KEY", "_TOKEN", "_SECRET", "GOMP_SPINCOUNT", "TORCHINDUCTOR_CACHE_DIR")
+    others = [name for name in read.keys() - conditions.keys() - environ.keys() if not name.startswith("PYTHON")]
+    assert [name for name in others if not re.fullmatch(_HARMLESS, name) and not name.endswith(secrets_and_ours)] == []
 
 
 @pytest.mark.parametrize(
