@@ -27,7 +27,7 @@ from ..command import MEDUSA
 CURL = str(Path(__file__).parents[2] / "curl.py")  # a bare machine has no other
 WITHIN_S = 1.0
 # From the first lines of ours to the end of the longest command; before that the interpreter itself is starting.
-DELAYS = (0.12, 0.18, 0.25, 0.4, 0.6, 0.9, 1.3, 1.9, 2.6)
+DELAYS = (0.06, 0.08, 0.1, 0.12, 0.18, 0.25, 0.4, 0.6, 0.9, 1.3, 1.9, 2.6)
 COMMANDS = {
     "materialize": ("materialize", "--model", "model", "--starts", "1"),
     "materialize-out": ("materialize", "--model", "model", "--out", "out", "--starts", "0"),
