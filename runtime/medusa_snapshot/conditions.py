@@ -18,7 +18,7 @@ _VARIABLES = (
 # These change nothing that is kept. torch sets the last one itself.
 _IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 # These are read when they are needed. Everyone can read a snapshot, and they differ from one function to the next.
-_SECRETS = ("HF_OIDC_ID_TOKEN", "HF_TOKEN", "VLLM_API_KEY")
+_SECRETS = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")  # the ends of their names
 # Kubernetes sets these for each service of a namespace, such as one that is called vllm.
 _SERVICES = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_UDP")
 _OURS = {"GOMP_SPINCOUNT": "2000"}  # share_cores sets it, also for processes that an instance starts
@@ -50,7 +50,8 @@ def conditions(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[st
 def variables(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """Return the variables that a snapshot depends on."""
     all_prefixes = _VARIABLES + prefixes
-    names = (name for name in sorted(environ) if name.startswith(all_prefixes) and name not in _IGNORED + _SECRETS)
+    names = (name for name in sorted(environ) if name.startswith(all_prefixes) and name not in _IGNORED)
+    names = (name for name in names if not name.endswith(_SECRETS))
     found = {name: environ[name] for name in names if environ[name] != _OURS.get(name)}
     return {name: value for name, value in found.items() if not _is_of_a_service(name, value)}
 

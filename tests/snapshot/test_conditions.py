@@ -46,7 +46,8 @@ def test_only_variables_that_are_read_at_a_start_matter() -> None:
 
 def test_secrets_and_the_services_of_kubernetes_do_not_matter() -> None:
     environ = {
-        "HF_TOKEN": "hf_x", "VLLM_API_KEY": "x", "VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_SERVICE_PORT_HTTP": "80",
+        "HF_TOKEN": "x", "PYTHON_DB_PASSWORD": "x",
+        "VLLM_API_KEY": "x", "VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_SERVICE_PORT_HTTP": "80",
         "VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_PORT_80_TCP_ADDR": "10.0.0.1", "HF_TOKEN_PATH": "/token",
     }  # fmt: skip
     assert variables(environ, VARIABLES["vllm"]) == {"HF_TOKEN_PATH": "/token"}
