@@ -53,9 +53,11 @@ def resume(folder: str, name: str, arguments: Sequence[str], prefixes: tuple[str
         paths = _places(folder, name)
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
+    if not paths:
+        return None
     now = conditions(os.environ, prefixes)
     reasons = [_use(path, now, lambda program, memory_fd: _execute(program, memory_fd, arguments)) for path in paths]
-    return reasons[0] if reasons else None
+    return reasons[0]
 
 
 def look(folder: str, name: str, prefixes: tuple[str, ...] = ()) -> tuple[str, str | None] | None:

@@ -48,7 +48,7 @@ def resumed(start: Start, snapshots: Path) -> Start:
 
 
 def continues(serving: Any) -> bool:
-    """Whether this instance or agent is one that continues from a snapshot."""
+    """Return whether this instance or agent continues from a snapshot."""
     return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
 
 
