@@ -97,12 +97,18 @@ def check_agent(settings: NodeSettings) -> None:
         start_anew()
 
 
-def log_why_not() -> None:
-    """Log why a snapshot that is there is not used, if there is one."""
+def command_for(name: str) -> str:
+    """Return the command that makes the snapshot of this name."""
+    return "medusa snapshot" if name == "torch" else f"medusa snapshot --engine {name}"
+
+
+def log_why_not(engine: str) -> None:
+    """Log why the snapshot that is there for this engine is not used, if there is one."""
     if why_not:
         import logging
 
-        logging.getLogger(__name__).info("the snapshot is not used: %s; `medusa snapshot` makes a new one", why_not)
+        command = command_for(snapshot_of(engine) or engine)
+        logging.getLogger(__name__).info("the snapshot is not used: %s; `%s` makes a new one", why_not, command)
 
 
 def _shadowed(handler: str) -> str | None:
