@@ -270,9 +270,10 @@ def serving_parts(shape: str, model: Path) -> Iterator[Part]:
     vllm = has_vllm()
     part = partial(Part, module="benchmarks.gpu.serving", paths=(_STAND_IN,))
     for engine, bundle in (("torch", f"{model}.torch"), *([("vllm", f"{model}.vllm")] if vllm else [])):
-        yield part(
-            f"{shape} served {engine}", "served", ("--model", str(model), "--engine", engine, "--bundle", bundle), 240
-        )
+        arguments = ("--model", str(model), "--engine", engine, "--bundle", bundle)
+        yield part(f"{shape} served {engine}", "served", arguments, 240)
+        if engine == "torch":  # there are no snapshots of a vLLM for GPUs
+            yield part(f"{shape} resumed {engine}", "resumed", arguments, 90)
     for engine in ("torch", *(["vllm"] if vllm else [])):
         yield part(f"{shape} full {engine}", "full", ("--model", str(model), "--engine", engine), 240)
     yield part(f"{shape} released torch", "released", ("--model", str(model)), 120)

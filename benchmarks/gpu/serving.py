@@ -1,6 +1,6 @@
 """Serves on a GPU by the command line: to the first answer, with hardly any memory left, and after a crash (run 7).
 
-python -m benchmarks.gpu.serving {served,full,released} OUT --model FOLDER --engine ENGINE [--bundle FOLDER]
+python -m benchmarks.gpu.serving {served,resumed,full,released} OUT --model FOLDER --engine ENGINE [--bundle FOLDER]
 """
 
 from __future__ import annotations
@@ -80,19 +80,34 @@ def materialize(settings: Settings, bundle: Path) -> float:
 
 def served(settings: Settings, options: Any) -> dict[str, Any]:
     """Return the seconds from the command to the first answer over HTTP, and of the stages."""
-    found: dict[str, Any] = {}
+    made = {}
     if not (options.bundle / "manifest.json").exists():
-        found["materialized_s"] = materialize(settings, options.bundle)
-    with _serving(settings, f"--state={options.bundle}", "--graphs=restore") as instance:
+        made["materialized_s"] = materialize(settings, options.bundle)
+    return made | _first_answer(settings, options.bundle, "--snapshots=none")
+
+
+def resumed(settings: Settings, options: Any) -> dict[str, Any]:
+    """Do the same twice from a snapshot, which is made first. The part ``served`` has made the state bundle."""
+    with tempfile.TemporaryDirectory() as snapshots:
+        subprocess.run([*medusa_command(), "snapshot", f"--out={snapshots}"], check=True)
+        saved_bytes = sum(path.stat().st_size for path in Path(snapshots).glob("*/*"))
+        starts = [_first_answer(settings, options.bundle, f"--snapshots={snapshots}") for _ in range(2)]
+    return {"saved_bytes": saved_bytes, "starts": starts}
+
+
+def _first_answer(settings: Settings, bundle: Path, *more: str) -> dict[str, Any]:
+    with _serving(settings, f"--state={bundle}", "--graphs=restore", *more) as instance:
         first = instance.completion(_BODY)
         began = time.monotonic_ns()
         later = instance.completion(_BODY)
         stages = [(s.process, s.name, (s.end_ns - s.start_ns) / 1e9) for s in instance.stages()]
-        return found | {
+        return {
             "first_token_s": (first.first_token_ns - instance.started_ns) / 1e9,
             "first_answer_s": (first.end_ns - instance.started_ns) / 1e9,
             "later_answer_s": (later.end_ns - began) / 1e9,
+            "text": first.text,
             "same_text": first.text == later.text,
+            "continued": os.readlink(f"/proc/{instance.process.pid}/exe").endswith("/medusa-resume"),
             "stages": stages,
         }
 
@@ -184,7 +199,9 @@ def _name(pid: int) -> str:
     return ""
 
 
-PARTS: dict[str, Callable[[Settings, Any], dict[str, Any]]] = {"served": served, "full": full, "released": released}
+PARTS: dict[str, Callable[[Settings, Any], dict[str, Any]]] = {
+    "served": served, "resumed": resumed, "full": full, "released": released
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

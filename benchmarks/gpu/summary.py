@@ -141,6 +141,12 @@ def _serving(results: Results) -> list[str]:
         if part == "served":
             times = f"{value['first_answer_s']:.2f} s from the command, the next one {value['later_answer_s']:.2f} s"
             found.append(judged(f"{shape}: medusa serve, {engine}: the first answer took {times}", value["same_text"]))
+        elif part == "resumed":
+            starts, plain = value["starts"], results.get(f"{shape} served {engine}", {})
+            times = " and ".join(f"{one['first_answer_s']:.2f}" for one in starts)
+            texts = {one["text"] for one in starts} | ({plain["text"]} if "text" in plain else set())
+            said = f"{shape}: medusa serve, {engine}, from a snapshot of {value['saved_bytes'] / 1e6:.0f} MB: {times} s"
+            found.append(judged(said, len(texts) == 1 and all(one["continued"] for one in starts)))
         elif part == "full":
             for left_mb, one in value["starts"].items():
                 said = "an answer" if one.get("status") == 200 else f"{one['said']}; last line: {one['last_line']}"

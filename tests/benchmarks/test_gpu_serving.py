@@ -24,13 +24,15 @@ def test_a_dry_run_goes_through_all_parts_of_run_7(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run.main(["--dry-run", "--run", "7", "--out", str(out), "--work", str(tmp_path / "work")]) == 0
     results = json.loads((out / "results.json").read_text())
-    assert list(results) == [f"tiny-qwen3 {part} torch" for part in ("served", "full", "released")]
+    assert list(results) == [f"tiny-qwen3 {part} torch" for part in ("served", "resumed", "full", "released")]
     served = results["tiny-qwen3 served torch"]
     assert 0 < served["first_token_s"] <= served["first_answer_s"]
     assert "restore" in {name for _, name, _ in served["stages"]}
+    assert not served["continued"]
+    assert [one["continued"] for one in results["tiny-qwen3 resumed torch"]["starts"]] == [True, True]
     assert results["tiny-qwen3 released torch"]["killed"] == 1
     lines = (out / "summary.txt").read_text().splitlines()
-    assert sum(line.startswith("ok    tiny-qwen3: ") for line in lines) == 3
+    assert sum(line.startswith("ok    tiny-qwen3: ") for line in lines) == 4
     assert not any(row in line for line in lines if line.startswith("----") for row in ("nearly full", "a crash"))
     with tarfile.open(out / "run-7.tar.gz") as tar:
         log = tar.extractfile("tiny-qwen3-released-torch.log")
@@ -78,6 +80,18 @@ def test_only_an_answer_or_a_clear_end_is_as_it_should_be(
     assert summary._serving({"m released torch": {**released, "killed": 0}})[0].startswith("MISS")
 
 
+def test_a_start_from_a_snapshot_has_to_continue_and_to_say_the_same() -> None:
+    def line(text: str, continued: bool) -> str:
+        starts = [{"text": text, "continued": continued, "first_answer_s": 0.5}] * 2
+        served = {"text": "a", "first_answer_s": 1.0, "later_answer_s": 0.1, "same_text": True}
+        resumed = {"saved_bytes": 3e8, "starts": starts}
+        return summary._serving({"m resumed torch": resumed, "m served torch": served})[0]
+
+    assert line("a", True) == "ok    m: medusa serve, torch, from a snapshot of 300 MB: 0.50 and 0.50 s"
+    assert line("b", True).startswith("MISS")
+    assert line("a", False).startswith("MISS")
+
+
 def test_a_gpu_is_filled_for_as_long_as_a_start_takes(fake_cuda: Path) -> None:
     driver = Driver(str(fake_cuda))
 
@@ -98,6 +112,7 @@ def test_vllm_serves_what_run_5_has_materialized(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(check, "checkpoint", lambda shape: tmp_path / shape)
     ((lane,),) = run.steps(7, check, ["m"])
     parts = {part.key: part for part in lane}
-    assert list(parts) == ["m served torch", "m served vllm", "m full torch", "m full vllm", "m released torch"]
+    served = ["m served torch", "m resumed torch", "m served vllm"]
+    assert list(parts) == [*served, "m full torch", "m full vllm", "m released torch"]
     eager = next(run.vllm_parts("m", tmp_path / "m", "vllm", "never"))
     assert parts["m served vllm"].arguments[-1] == eager.arguments[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -265,6 +266,43 @@ def test_bad_calls_are_one_line_and_removing_removes(tmp_path: Path, snapshots: 
     assert medusa("snapshot", "--out", other, "--remove").returncode == 0
     assert list(other.iterdir()) == []
     assert medusa("serve", "--help").stdout.count("--snapshots") >= 1
+
+
+@pytest.fixture(scope="module")
+def for_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which Python finds a torch that says that it was built for GPUs."""
+    installed = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
+    folder = tmp_path_factory.mktemp("for-gpus")
+    (folder / "torch").mkdir()
+    for path in installed.iterdir():
+        if path.name not in ("version.py", "__pycache__"):
+            (folder / "torch" / path.name).symlink_to(path)
+    version = (installed / "version.py").read_text()
+    (folder / "torch/version.py").write_text(f"{version}\ncuda = '13.0'\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_torch_for_gpus_is_imported_as_a_whole_and_only_if_asked_for(
+    for_gpus: dict[str, str], start: Start, example: Path, tmp_path: Path
+) -> None:
+    left_out = medusa("snapshot", "--out", tmp_path, "--if-possible", env=for_gpus)
+    assert (left_out.returncode, list(tmp_path.iterdir())) == (0, [])
+    assert "on a GPU, starts from one are untried" in left_out.stdout
+    assert medusa("snapshot", "--out", tmp_path, env=for_gpus).returncode == 0
+    (tmp_path / "handler.py").write_text(
+        "import sys\nimport torch\n\n\ndef handle(request):\n"
+        "    return {'cuda': torch.version.cuda, 'whole': type(sys.modules['torch.fx']).__name__}\n"
+    )
+    # Nothing of it is lazy, which is what the setting asks for.
+    flags = ("--model", example, "--snapshots", tmp_path, "--torch-import", "plain")
+    serving = start(*flags, "--handler", tmp_path / "handler.py", env=for_gpus)
+    assert serving.request("POST", "/", {})[:2] == (200, {"cuda": "13.0", "whole": "module"})
+    assert continues(serving)
+    assert serving.stop() == 0
+    serving, plain = start(*flags, env=for_gpus), start("--model", example, "--snapshots", "none")
+    assert serving.complete()["choices"] == plain.complete()["choices"]
+    assert continues(serving)
+    assert serving.stop() == plain.stop() == 0
 
 
 def test_arguments_that_are_refused_are_refused_as_ever(snapshots: Path) -> None:

@@ -479,3 +479,20 @@ def test_what_belongs_to_another_user_is_not_run(tmp_path: Path) -> None:
     saved = Saved(tmp_path, _TRIVIAL)
     os.chown(saved.place / MEMORY, 4321, 4321)
     assert saved.resume().startswith("plain it belongs to user 4321")
+
+
+def test_of_a_file_that_is_mapped_only_the_pages_that_were_written_to_are_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old" * (4 << 20))  # 12 MiB
+    code = """
+    import ctypes, os
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_long] * 4
+    opened = os.open(FILE, os.O_RDONLY)
+    mapped = (ctypes.c_char * (12 << 20)).from_address(libc.mmap(None, 12 << 20, 3, 2, opened, 0))
+    os.close(opened)
+    mapped[0:3] = mapped[3 << 20:(3 << 20) + 3] = mapped[(12 << 20) - 3:12 << 20] = b"new"
+    resumed = lambda _: print(mapped[0:6], mapped[3 << 20:(3 << 20) + 6], mapped.raw.count(b"old"), mapped[-3:])
+    """
+    saved = Saved(tmp_path, code.replace("FILE", repr(str(tmp_path / "file"))))
+    assert saved.resume() == f"b'newold' b'newold' {(4 << 20) - 3} b'new'\n"
+    assert (saved.place / MEMORY).stat().st_size < 10 << 20

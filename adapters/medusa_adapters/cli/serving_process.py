@@ -29,6 +29,22 @@ VARIABLES: dict[str, tuple[str, ...]] = {
         "USE_HUB_KERNELS", "USE_TORCH_XLA", "VLLM_", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XGRAMMAR_",
     ),
 }  # fmt: skip
+# What a start imports beside the engine, the server and the platforms.
+_MODULES = (
+    "encodings.idna",
+    "medusa_adapters.cli.command_line",
+    "medusa_adapters.cli.node",
+    "medusa_adapters.cli.serve",
+    "medusa_adapters.cli.text_log",
+    "medusa_adapters.report.gantt",
+    "medusa_cluster",
+    "medusa_runtime.engine.preimport",
+    "medusa_runtime.fetch.local_files",
+    "medusa_runtime.node.agent",
+    "medusa_runtime.storage.http.store",
+    "medusa_runtime.storage.s3",
+    "medusa_vllm",
+)
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
 resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
@@ -81,8 +97,7 @@ def check(settings: Settings) -> None:
     if resumed_with is None:
         return
     is_other = snapshot_of(settings.engine) != resumed_with or settings.snapshots == "none"
-    has_other_parts = settings.vllm_mode == "compatible" if resumed_with == "vllm" else settings.torch_import == "plain"
-    if is_other or has_other_parts:
+    if is_other or (settings.vllm_mode == "compatible" if resumed_with == "vllm" else _is_too_lean(settings)):
         start_anew()
     if settings.handler is not None and (name := _shadowed(settings.handler)) is not None:
         start_anew(f"it has another module {name} than the one beside the handler")
@@ -93,8 +108,15 @@ def check_agent(settings: NodeSettings) -> None:
     if resumed_with is None:
         return
     is_other = set(settings.prewarm) != {resumed_with} or settings.snapshots == "none"
-    if is_other or (resumed_with == "torch" and settings.torch_import == "plain"):
+    if is_other or (resumed_with == "torch" and _is_too_lean(settings)):
         start_anew()
+
+
+def _is_too_lean(settings: Settings | NodeSettings) -> bool:
+    """Return whether this process has imported torch leanly, against its settings."""
+    from medusa_runtime.imports.lazy_torch import is_lean
+
+    return settings.torch_import == "plain" and is_lean()
 
 
 def command_for(name: str) -> str:
@@ -102,13 +124,18 @@ def command_for(name: str) -> str:
     return "medusa snapshot" if name == "torch" else f"medusa snapshot --engine {name}"
 
 
-def log_why_not(engine: str) -> None:
-    """Log why the snapshot that is there for this engine is not used, if there is one."""
-    if why_not:
-        import logging
+def log_use(engine: str, device: str = "auto") -> None:
+    """Log why the snapshot that is there for this engine is not used; or that it is, where that is untried."""
+    import logging
 
+    from medusa_runtime.device.choice import obstacle
+
+    logger = logging.getLogger(__name__)
+    if why_not:
         command = command_for(snapshot_of(engine) or engine)
-        logging.getLogger(__name__).info("the snapshot is not used: %s; `%s` makes a new one", why_not, command)
+        logger.info("the snapshot is not used: %s; `%s` makes a new one", why_not, command)
+    elif resumed_with and device != "cpu" and obstacle(os.environ) is None:
+        logger.info("this process continues from a snapshot, which is untried on GPUs; --snapshots none uses none")
 
 
 def _shadowed(handler: str) -> str | None:
@@ -187,16 +214,23 @@ def _leave_threads() -> None:
 
 def _import_torch() -> str | None:
     """Import what an instance with the torch engine imports. Returns a reason why that cannot be kept, or None."""
+    import importlib
+
     from medusa_handler.server.function_process import preimport as import_function
+    from medusa_runtime.device.choice import installed_cuda
     from medusa_runtime.imports import lazy_torch
     from medusa_runtime.models.registry import import_families
     from medusa_runtime.registry import engine_kind, imported
 
     # gunicorn and Flask come first: their lean imports leave out modules that nothing has imported yet.
     import_function()
-    if (why := lazy_torch.why_not_lean_in_handlers()) is not None:
+    if installed_cuda() is not None:
+        importlib.import_module("torch")  # plainly, as handlers import it there: nothing is left to be executed
+        importlib.import_module("medusa_runtime.engine.gpu.preimport").preimport()
+    elif (why := lazy_torch.why_not_lean_in_handlers()) is not None:
         return f"torch would be imported as a whole: {why}"
-    lazy_torch.import_torch()
+    else:
+        lazy_torch.import_torch()
     import_families()
     imported(engine_kind("torch").open)
     return None
@@ -228,11 +262,11 @@ def _import_everything_else() -> None:
     import_roles()
     for name in ADAPTERS:
         load(name)
-    importlib.import_module("medusa_adapters.report.gantt")
-    for name in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node", "medusa_runtime.node.agent"):
+    for name in _MODULES:
         importlib.import_module(name)
-    with suppress(ImportError):
-        importlib.import_module("botocore.session")
+    for name in ("tokenizers", "botocore.session"):
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from medusa_runtime.device.choice import installed_cuda
 from medusa_runtime.errors import ConfigError, MedusaError, StateError
 from medusa_snapshot.conditions import variables
 from medusa_snapshot.resuming import MEMORY, default_folder, place
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for starts with this engine; torch: and for those with none (default: MEDUSA_ENGINE's, or torch)",
     )  # fmt: skip
     parser.add_argument(
-        "--if-possible", action="store_true", help="where none can be made, say why, and end with status 0"
+        "--if-possible",
+        action="store_true",
+        help="where none can be made, or torch is built for GPUs, say why, and end with status 0",
     )
     parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
     parser.add_argument("--remove", action="store_true", help="remove the snapshot for this machine's processor")
@@ -61,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.engine not in serving_process.VARIABLES:
             expected = " or ".join(serving_process.VARIABLES)
             raise ConfigError(f"MEDUSA_ENGINE={arguments.engine}: there are snapshots for {expected} only")
+        if arguments.if_possible and arguments.engine == "torch" and installed_cuda() is not None:
+            raise StateError("no snapshot was made: on a GPU, starts from one are untried; `medusa snapshot` makes one")
         _save(folder, arguments.engine)
     except MedusaError as error:
         if not arguments.if_possible:

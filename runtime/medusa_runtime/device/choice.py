@@ -46,8 +46,11 @@ def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None 
         return "expected a GPU's device files (/dev/nvidiactl), found none; give the container a GPU"
     if environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in _HIDDEN:  # CUDA ignores what follows
         return f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
-    cuda = _cuda_of(torch or _installed_torch())
-    return None if cuda else "expected a torch built for CUDA, found one for CPUs; install torch from its CUDA index"
+    return (
+        None
+        if installed_cuda(torch)
+        else "expected a torch built for CUDA, found one for CPUs; install torch from its CUDA index"
+    )
 
 
 def warn_without_effect(settings: Settings) -> None:
@@ -60,13 +63,14 @@ def warn_without_effect(settings: Settings) -> None:
             logger.warning("--%s %s has no effect on %s; it is for %s", name.replace("_", "-"), value, here, there)
 
 
-def _installed_torch() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+def installed_cuda(torch: Path | None = None) -> str | None:
+    """Return the CUDA version that torch was built for, or None. ``torch`` is the folder of its package.
 
-
-def _cuda_of(torch: Path | None) -> str | None:
-    """Return the CUDA version that torch was built for. It is read from version.py, as an import takes a second."""
+    It is read from version.py, as an import takes a second.
+    """
+    if torch is None:
+        spec = importlib.util.find_spec("torch")
+        torch = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     try:
         text = (torch / "version.py").read_text() if torch is not None else ""
     except OSError:

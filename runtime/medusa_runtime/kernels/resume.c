@@ -123,7 +123,7 @@ static int patch(const struct snapshot *head, const struct patch *patches, uint6
 static int map(const struct snapshot *head, const struct segment *segments, const char *names, int snapshot) {
     const char *opened = "";
     long file = -1;
-    uint64_t zeros_end = 0;
+    uint64_t room_end = 0;  // of the last mapping, in which the segments that follow it may lie
     int is_stack = 0;
     for (uint32_t i = 0; i < head->segments; i++) {
         const struct segment *segment = segments + i;
@@ -137,7 +137,8 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             }
             from = file;
             flags |= MAP_FIXED_NOREPLACE;
-        } else if (segment->kind == SAVED && is_stack && segment->end <= zeros_end) {
+            room_end = segment->end, is_stack = 0;
+        } else if (segment->kind == SAVED && is_stack && segment->end <= room_end) {
             // The stack stays one mapping, from which libc takes its size.
             if (call(SYS_pread64, snapshot, segment->begin, bytes, segment->offset, 0, 0) != bytes) return -1;
             continue;
@@ -145,11 +146,11 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
             flags = MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
         } else if (segment->kind == SAVED) {
             from = snapshot;
-            flags |= segment->end <= zeros_end ? MAP_FIXED : MAP_FIXED_NOREPLACE;
+            flags |= segment->end <= room_end ? MAP_FIXED : MAP_FIXED_NOREPLACE;
             protection |= PROT_WRITE;  // for patches
         } else {
             if (segment->kind == ZEROS) {
-                zeros_end = segment->end;
+                room_end = segment->end;
                 is_stack = segment->begin <= head->rsp && head->rsp < segment->end;
             }
             flags |= MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;

@@ -13,7 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define GAP_BYTES (16 * PAGE)  // fewer zero pages than this are saved, too: one mapping costs more than to read them
+#define GAP_BYTES (16 * PAGE)  // fewer pages than this between others are saved, too: a mapping costs more than to read them
 
 // Nothing is allocated while memory is being saved, because that would change it.
 static struct snapshot head;
@@ -85,8 +85,15 @@ static int read_pagemap(uint64_t begin, uint64_t pages) {
     return fail("/proc/self/pagemap cannot be read: %s", strerror(errno));
 }
 
-// Of anonymous memory, save the pages that have content.
-static int save_content(uint64_t begin, uint64_t end, int protection) {
+// Whether a page of anonymous memory, or of a mapped file, has to be saved: it has content, or was written to.
+static int is_needed(uint64_t entry, uint64_t page, int of_file) {
+    int in_memory = entry >> 63 & 1, in_swap = entry >> 62 & 1, is_the_files = entry >> 61 & 1;
+    if (of_file) return in_swap || (in_memory && !is_the_files);
+    return (in_memory || in_swap) && memcmp((const void *)page, no_content, PAGE);
+}
+
+// Save the pages of a mapping that a new mapping of the same kind would not have.
+static int save_pages(uint64_t begin, uint64_t end, int protection, int of_file) {
     uint64_t start = 0, stop = 0;
     for (uint64_t page = begin; page < end; page += PAGE) {
         uint64_t index = (page - begin) / PAGE % (sizeof pagemap / sizeof *pagemap);
@@ -94,8 +101,7 @@ static int save_content(uint64_t begin, uint64_t end, int protection) {
             uint64_t pages = (end - page) / PAGE, most = sizeof pagemap / sizeof *pagemap;
             if (read_pagemap(page, pages < most ? pages : most)) return -1;
         }
-        int in_memory_or_swap = pagemap[index] >> 62 != 0;
-        if (!in_memory_or_swap || !memcmp((const void *)page, no_content, PAGE)) continue;
+        if (!is_needed(pagemap[index], page, of_file)) continue;
         if (start && page - stop > GAP_BYTES) {
             if (save(start, stop, protection, SAVED)) return -1;
             start = 0;
@@ -106,38 +112,24 @@ static int save_content(uint64_t begin, uint64_t end, int protection) {
     return start ? save(start, stop, protection, SAVED) : 0;
 }
 
-// Returns 1 if a page of a mapped file has been written to, 0 if none has, and -1 for an error.
-static int is_changed(uint64_t begin, uint64_t end) {
-    const uint64_t most = sizeof pagemap / sizeof *pagemap;
-    for (uint64_t page = begin; page < end; page += most * PAGE) {
-        uint64_t pages = (end - page) / PAGE;
-        pages = pages < most ? pages : most;
-        if (read_pagemap(page, pages)) return -1;
-        for (uint64_t i = 0; i < pages; i++) {
-            int in_memory = pagemap[i] >> 63 & 1, in_swap = pagemap[i] >> 62 & 1, of_file = pagemap[i] >> 61 & 1;
-            if (in_swap || (in_memory && !of_file)) return 1;
-        }
-    }
-    return 0;
-}
-
 static int save_file_mapping(uint64_t begin, uint64_t end, int protection, uint64_t offset, const char *name) {
-    int changed = is_changed(begin, end);
-    if (changed < 0) return -1;
-    if (changed) return save(begin, end, protection, SAVED);
-    size_t bytes = strlen(name) + 1;
-    if (names_bytes + bytes > sizeof names) return fail("it has mapped too many files");
-    memcpy(names + names_bytes, name, bytes);
-    struct segment segment = {begin, end, offset, names_bytes, protection, FILE_PAGES};
-    names_bytes += bytes;
-    return add(segment);
+    static uint32_t last_name;  // a library's mappings follow each other
+    if (!names_bytes || strcmp(names + last_name, name)) {
+        size_t bytes = strlen(name) + 1;
+        if (names_bytes + bytes > sizeof names) return fail("it has mapped too many files");
+        memcpy(names + names_bytes, name, bytes);
+        last_name = names_bytes;
+        names_bytes += bytes;
+    }
+    struct segment segment = {begin, end, offset, last_name, protection, FILE_PAGES};
+    return add(segment) || save_pages(begin, end, protection, 1) ? -1 : 0;
 }
 
 static int save_stack(uint64_t end, int protection) {
     struct segment room = {end - STACK_BYTES, end, 0, 0, protection, ZEROS};
     // The 128 bytes below the stack pointer belong to the function that is running (System V ABI).
     uint64_t begin = (head.rsp - 128) & ~(PAGE - 1);
-    return add(room) || save_content(begin, end, protection) ? -1 : 0;
+    return add(room) || save_pages(begin, end, protection, 0) ? -1 : 0;
 }
 
 // A mapping: its line in /proc/self/smaps, and its flags, which follow some lines later.
@@ -165,7 +157,7 @@ static int save_mapping(const char *line, const char *flags) {
     if (!(protection & PROT_READ)) return add((struct segment){begin, end, 0, 0, protection, RESERVED});
     if (name[0] == '/') return save_file_mapping(begin, end, protection, offset, name);
     if (strstr(flags, " wf") || strstr(flags, " dp")) return add((struct segment){begin, end, 0, 0, protection, FORGOTTEN});
-    return add((struct segment){begin, end, 0, 0, protection, ZEROS}) || save_content(begin, end, protection) ? -1 : 0;
+    return add((struct segment){begin, end, 0, 0, protection, ZEROS}) || save_pages(begin, end, protection, 0) ? -1 : 0;
 }
 
 static int find_patches(void) {

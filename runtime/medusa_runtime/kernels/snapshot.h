@@ -11,7 +11,7 @@ enum segment_kind {
     RESERVED,   // no access: a guard, or room that an allocator keeps
     ZEROS,      // anonymous memory, whose pages with content follow as segments of their own
     FORGOTTEN,  // anonymous memory that a forked child finds empty, such as the state of random numbers
-    FILE_PAGES, // pages of another file, unchanged
+    FILE_PAGES, // pages of another file; those that were written to follow as segments of their own
     SAVED,      // pages of this file
     SHARED,     // pages of this file, which a process shares with those that it forks
 };
