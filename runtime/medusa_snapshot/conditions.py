@@ -15,8 +15,8 @@ _VARIABLES = (
     "ATEN_", "CUDA_", "DNNL_", "FORWARDED_ALLOW_IPS", "GLIBC_TUNABLES", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_",
     "MKLDNN_", "MKL_", "OMP_", "ONEDNN_", "OPENSSL_", "PYTHON", "PYTORCH_", "THP_", "TORCH",
 )  # fmt: skip
-# These change nothing that is kept. torch sets the last one itself.
-_IGNORED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+# These change nothing that is kept: CUDA is initialized later. torch sets the last one itself.
+_IGNORED = ("CUDA_VISIBLE_DEVICES", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 # These are read when they are needed. Everyone can read a snapshot, and they differ from one function to the next.
 _SECRETS = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")  # the ends of their names
 # Kubernetes sets these for each service of a namespace, such as one that is called vllm.

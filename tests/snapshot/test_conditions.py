@@ -39,7 +39,7 @@ def test_the_features_of_this_processor_are_found() -> None:
 
 def test_only_variables_that_are_read_at_a_start_matter() -> None:
     environ = {"OMP_NUM_THREADS": "2", "PATH": "/", "PYTHONUNBUFFERED": "1", "AWS_SECRET_ACCESS_KEY": "x"}
-    environ["VLLM_CACHE_ROOT"] = "/cache"
+    environ |= {"VLLM_CACHE_ROOT": "/cache", "CUDA_VISIBLE_DEVICES": "1"}
     assert conditions(environ, ())["variables"] == {"OMP_NUM_THREADS": "2"}
     assert conditions(environ, ("VLLM_",))["variables"] == {"OMP_NUM_THREADS": "2", "VLLM_CACHE_ROOT": "/cache"}
 

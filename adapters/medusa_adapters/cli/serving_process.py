@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # The engines that snapshots have imported, with the variables that those read beside what every snapshot depends on.
 VARIABLES: dict[str, tuple[str, ...]] = {
-    "torch": (),
+    "torch": ("CUBLAS", "LIBNVVM_", "NPY_", "NUMPY_", "NVRTC_", "OPENBLAS_", "PTXAS_", "TRITON_"),  # if it is for GPUs
     "vllm": (
         "AIOHTTP_", "AOT", "AZURE_OPENAI_ENDPOINT", "COMPRESSED_TENSORS_", "CXX", "DISABLE_TELEMETRY", "DO_NOT_TRACK",
         "GOTO", "GRPC_", "HF_", "HUGGINGFACE_", "INDUCTOR_", "LOGURU_", "NPY_", "NUMPY_", "OPENAI_API_TYPE",
