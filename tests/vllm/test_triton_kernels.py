@@ -246,7 +246,7 @@ def test_triton_itself_finds_them_and_compiles_nothing(tmp_path: Path) -> None:
 
 def test_what_triton_reads_of_itself_is_read_beside_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = threading.Event()
-    monkeypatch.setattr(triton_kernels, "_read_key", lambda: imported.wait(10))
+    monkeypatch.setattr(triton_kernels, "read_triton_key", lambda: imported.wait(10))
     with key_read_beside():
         assert "triton-key" in [thread.name for thread in threading.enumerate()]
         imported.set()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from medusa_runtime.engine.gpu.preimport import read_triton_key
 from medusa_runtime.errors import StateError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kinds import file_name
@@ -89,24 +90,14 @@ def unpack(blob: bytes, folder: Path) -> Path:
 def key_read_beside() -> Iterator[None]:
     """Let Triton read its own files in a thread during this context, which may import anything, but not fork.
 
-    It does so once in a process, or in the one that this was forked from, before it looks for its first kernel: 400 MB
-    for a third of a second. No thread is left.
+    No thread is left.
     """
-    thread = threading.Thread(target=_read_key, name="triton-key")
+    thread = threading.Thread(target=read_triton_key, name="triton-key")
     thread.start()
     try:
         yield
     finally:
         thread.join()
-
-
-def _read_key() -> None:
-    try:
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # which keeps what it returns
-    except Exception as error:  # noqa: BLE001 - without Triton, or with another version of it, its first kernel does so
-        logger.debug("Triton's files are read with its first kernel: %s", error)
 
 
 @contextmanager

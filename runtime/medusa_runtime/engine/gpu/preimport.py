@@ -6,7 +6,10 @@ An instance has no use for this: its engine process imports while it makes the G
 from __future__ import annotations
 
 import importlib
+import logging
 from contextlib import suppress
+
+logger = logging.getLogger(__name__)
 
 _MODULES = (
     "engine.gpu.footprint",
@@ -25,6 +28,18 @@ def preimport() -> None:
         importlib.import_module(f"medusa_runtime.{name}")
     with suppress(ImportError):
         importlib.import_module("medusa_runtime.kernels.paged_triton")
-        # triton names what it compiles by a hash of its library of 400 MB, and keeps that hash.
-        with suppress(AttributeError):
-            importlib.import_module("triton.runtime.cache").triton_key()
+        read_triton_key()
+
+
+def read_triton_key() -> None:
+    """Let Triton read its own files, 400 MB, for a hash that is part of the names of kernels in its cache.
+
+    It takes a third of a second, once in a process or in one that it was forked from, and otherwise before the first
+    kernel.
+    """
+    try:
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # which keeps what it returns
+    except Exception as error:  # noqa: BLE001 - without Triton, or with another version of it, its first kernel does so
+        logger.debug("Triton's files are read with its first kernel: %s", error)
