@@ -48,7 +48,7 @@ def save(
     if not program.exists():
         raise SnapshotError(f"expected the program {program}, found none; it is built with the compiled kernels")
     _check_alone()
-    _remove_unfinished(target)
+    remove_unfinished(target)
     new.mkdir(mode=0o700, parents=True)
     try:
         gc.collect()
@@ -79,7 +79,7 @@ def save(
     return target
 
 
-def _remove_unfinished(target: Path) -> None:
+def remove_unfinished(target: Path) -> None:
     """Remove what processes have left that were killed while they saved."""
     for path in target.parent.glob(f".new-{target.name}-*"):
         if not os.path.exists(f"/proc/{path.name.rpartition('-')[2]}") or path.name.endswith(f"-{os.getpid()}"):

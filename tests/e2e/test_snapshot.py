@@ -199,7 +199,7 @@ def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> 
         return next(line for line in output.splitlines() if line.split()[1] == "snapshot")
 
     assert finding("--snapshots", snapshots).split() == ["ok", "snapshot", place(str(snapshots), "torch")]
-    assert f"none in {tmp_path}; with `medusa snapshot`" in finding("--snapshots", tmp_path)
+    assert f"none in {tmp_path}; with `medusa snapshot --out {tmp_path}`" in finding("--snapshots", tmp_path)
     assert finding("--snapshots", "none").startswith("-")
     subprocess.run(["cp", "-r", snapshots, tmp_path / "other"], check=True)
     os.truncate(Path(place(str(tmp_path / "other"), "torch"), MEMORY), 4096)
@@ -209,10 +209,9 @@ def test_the_doctor_says_whether_it_is_used(snapshots: Path, tmp_path: Path) -> 
 def test_a_folder_without_a_snapshot_is_named(start: Start, example: Path, tmp_path: Path) -> None:
     serving = start("--model", example, "--snapshots", tmp_path)
     assert serving.complete()["choices"]
-    assert (
-        f"the snapshot is not used: there is none for --engine torch in {tmp_path}"
-        in (serving.folder / "serve.log").read_text()
-    )
+    log = (serving.folder / "serve.log").read_text()
+    assert f"the snapshot is not used: there is none for --engine torch in {tmp_path}" in log
+    assert f"`medusa snapshot --out {tmp_path}` makes a new one" in log
     assert serving.stop() == 0
 
 

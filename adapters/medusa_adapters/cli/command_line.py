@@ -48,7 +48,9 @@ _WITH_ENGINE_FLAGS = ("serve", "batch", "materialize")
 _ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate")
 
 # The temporary files of these are removed when the command ends, however it ends.
-_WITH_SCRATCH = ("medusa_adapters.cli.checkpoint.materialize", "medusa_adapters.bench.command")
+_WITH_SCRATCH = (
+    "medusa_adapters.cli.checkpoint.materialize", "medusa_adapters.cli.snapshot", "medusa_adapters.bench.command",
+)  # fmt: skip
 
 
 _NUMBERS: dict[object, str] = {int: "a whole number", float: "a number"}

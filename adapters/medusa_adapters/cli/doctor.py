@@ -176,7 +176,7 @@ def _snapshot(settings: Settings) -> Finding:
     name = serving_process.snapshot_of(settings.engine)
     if name is None:
         return Finding("-", "snapshot", f"none is used with --engine {settings.engine}")
-    command = serving_process.command_for(name)
+    command = serving_process.command_for(name, settings.snapshots)
     found = look(folder, name, serving_process.VARIABLES[name])
     if found is None:
         return Finding("-", "snapshot", f"none in {folder}; with `{command}`, starts on a CPU need not import")

@@ -82,7 +82,7 @@ def _serve(settings: NodeSettings) -> int:
 
     serving_process.check_agent(settings)
     configure_logging(settings.log_level, settings.log_format)
-    serving_process.log_use(next(iter(settings.prewarm), "torch"))
+    serving_process.log_use(next(iter(settings.prewarm), "torch"), settings.snapshots)
     agent = Agent(settings, _metrics(settings))
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return serve_with_reload(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level, settings.log_format)
-    serving_process.log_use(settings.engine, settings.device)
+    serving_process.log_use(settings.engine, settings.snapshots, settings.device)
     from medusa_runtime.instance import serve
 
     observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)

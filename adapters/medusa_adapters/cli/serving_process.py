@@ -46,6 +46,7 @@ _MODULES = (
     "medusa_vllm",
 )
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
+OTHER_FOLDER = "choose another folder with --out, and name it in --snapshots"  # where this one cannot be written to
 resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
 
@@ -119,12 +120,15 @@ def _is_too_lean(settings: Settings | NodeSettings) -> bool:
     return settings.torch_import == "plain" and is_lean()
 
 
-def command_for(name: str) -> str:
-    """Return the command that makes the snapshot of this name."""
-    return "medusa snapshot" if name == "torch" else f"medusa snapshot --engine {name}"
+def command_for(name: str, folder: str) -> str:
+    """Return the command that makes the snapshot of this name for a start with this folder in its settings."""
+    import shlex
+
+    command = "medusa snapshot" if name == "torch" else f"medusa snapshot --engine {name}"
+    return command if folder == "auto" else f"{command} --out {shlex.quote(folder)}"
 
 
-def log_use(engine: str, device: str = "auto") -> None:
+def log_use(engine: str, folder: str, device: str = "auto") -> None:
     """Log why the snapshot that is there for this engine is not used; or that it is, where that is untried."""
     import logging
 
@@ -132,7 +136,7 @@ def log_use(engine: str, device: str = "auto") -> None:
 
     logger = logging.getLogger(__name__)
     if why_not:
-        command = command_for(snapshot_of(engine) or engine)
+        command = command_for(snapshot_of(engine) or engine, folder)
         logger.info("the snapshot is not used: %s; `%s` makes a new one", why_not, command)
     elif resumed_with and device != "cpu" and obstacle(os.environ) is None:
         logger.info("this process continues from a snapshot, which is untried on GPUs; --snapshots none uses none")
@@ -198,18 +202,24 @@ def _leave_threads() -> None:
 
     They are made anew when they are needed, as in the zygote's children. Raises SnapshotError for threads of Python.
     """
+    import faulthandler
+    import signal
     import threading
 
+    from medusa_runtime.process import die_with_parent
     from medusa_snapshot.saving import SnapshotError
 
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise SnapshotError(f"expected imports that start no thread of Python, found {names}")
+    parent = os.getpid()
     if child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status < 0:
             print(f"the process was killed by signal {-status} while it was saved", file=sys.stderr)
         os._exit(1 if status < 0 else status)
+    die_with_parent(parent)
+    faulthandler.unregister(signal.SIGALRM)
 
 
 def _import_torch() -> str | None:
@@ -270,12 +280,22 @@ def _import_everything_else() -> None:
 
 
 def main() -> int:
-    """Save this process in the folder and for the engine that the command line names; returns the exit status."""
+    """Save this process in the folder and for the engine that the command line names; returns the exit status.
+
+    SIGALRM ends it, and shows on stderr where it was.
+    """
+    import faulthandler
+    import signal
+
     from medusa_snapshot.saving import SnapshotError
 
+    faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
     try:
         save(sys.argv[1], sys.argv[2])
-    except (SnapshotError, OSError) as error:
+    except SnapshotError as error:
         print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{error.filename or sys.argv[1]}: {error.strerror}; {OTHER_FOLDER}", file=sys.stderr)
         return 1
     return 0

@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_runtime.device.choice import installed_cuda
 from medusa_runtime.errors import ConfigError, MedusaError, StateError
+from medusa_runtime.process import die_with_parent
 from medusa_snapshot.conditions import variables
 from medusa_snapshot.resuming import MEMORY, default_folder, place
+from medusa_snapshot.saving import remove_unfinished
 
 from . import serving_process
 from .progress import size
 
 _SAVE = "import sys; from medusa_adapters.cli.serving_process import main; sys.exit(main())"
+_LONGEST_S = 86_400
+_MOST_FRAMES = 8  # that are shown of what has not ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where none can be made, or torch is built for GPUs, say why, and end with status 0",
     )
     parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
+    parser.add_argument(
+        "--timeout-s", type=_timeout, default=600, metavar="SECONDS",
+        help="how long the imports may take; after that, the command says what has not ended (default: 600)",
+    )  # fmt: skip
     parser.add_argument("--remove", action="store_true", help="remove the snapshot for this machine's processor")
 
 
@@ -46,10 +56,17 @@ def _engine(environ: Mapping[str, str]) -> str:
     return serving_process.snapshot_of(engine) or engine
 
 
+def _timeout(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _LONGEST_S):
+        raise argparse.ArgumentTypeError(f"expected whole seconds from 1 to {_LONGEST_S}, found {text!r}")
+    return int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     folder = os.path.abspath(arguments.out or default_folder())
     target = Path(place(folder, arguments.engine))
     if arguments.remove:
+        remove_unfinished(target)
         try:
             shutil.rmtree(target)
         except FileNotFoundError:
@@ -66,8 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"MEDUSA_ENGINE={arguments.engine}: there are snapshots for {expected} only")
         if arguments.if_possible and arguments.engine == "torch" and installed_cuda() is not None:
             raise StateError("no snapshot was made: on a GPU, starts from one are untried; `medusa snapshot` makes one")
-        _save(folder, arguments.engine)
+        _save(folder, arguments.engine, arguments.timeout_s)
     except MedusaError as error:
+        remove_unfinished(target)
         if not arguments.if_possible:
             raise
         print(error)
@@ -77,19 +95,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _save(folder: str, engine: str) -> None:
+def _save(folder: str, engine: str, timeout_s: int) -> None:
     """Save a new process. Its environment is not this one's, which may have secrets: others may read the snapshot."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TZ") if name in os.environ}
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        signal.alarm(timeout_s)
+
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         found = subprocess.run(
             [sys.executable, "-c", _SAVE, folder, engine],
-            env={**kept, **variables(os.environ, serving_process.VARIABLES[engine])},
+            # This command's own folder for temporary files, which is removed however the process ends.
+            env={**kept, **variables(os.environ, serving_process.VARIABLES[engine]), "TMPDIR": tempfile.gettempdir()},
             cwd="/",  # gunicorn, as it was imported, expects this folder to exist
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+            errors="replace", preexec_fn=prepare,
         )  # fmt: skip
     except OSError as error:
-        hint = "choose another folder with --out, and name it in --snapshots"
-        raise StateError(f"{folder}: {error.strerror}; {hint}") from None
+        raise StateError(f"{folder}: {error.strerror}; {serving_process.OTHER_FOLDER}") from None
+    if found.returncode == -signal.SIGALRM:
+        _, _, frames = found.stderr.rpartition("(most recent call first):\n")
+        shown = [line for line in frames.splitlines() if "<frozen importlib" not in line][:_MOST_FRAMES]
+        where = "\n".join((", and were here, the latest call first:", *shown)) if shown else ""
+        raise StateError(f"no snapshot was made: the imports took longer than --timeout-s={timeout_s}{where}")
     if found.returncode:
-        raise StateError(f"no snapshot was made: {found.stderr.strip()[-2000:]}")
+        killed = f"its process was killed by signal {-found.returncode} " if found.returncode < 0 else ""
+        raise StateError(f"no snapshot was made: {killed}{found.stderr.strip()[-2000:]}".strip())
