@@ -22,9 +22,9 @@ _SECRETS = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")  # the ends of their names
 # Kubernetes sets these for each service of a namespace, such as one that is called vllm.
 _SERVICES = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_UDP")
 _OURS = {"GOMP_SPINCOUNT": "2000"}  # share_cores sets it, also for processes that an instance starts
+# Not utf8_mode: it is also on where no language is set, and the file system's encoding says what it changes.
 _FLAGS = (
-    "debug", "optimize", "isolated", "ignore_environment", "no_user_site", "no_site", "utf8_mode", "dev_mode",
-    "bytes_warning",
+    "debug", "optimize", "isolated", "ignore_environment", "no_user_site", "no_site", "dev_mode", "bytes_warning",
 )  # fmt: skip
 # A processor's flags for instructions that programs use, by their beginnings. The others concern the kernel.
 _INSTRUCTIONS = (

@@ -417,6 +417,13 @@ def test_numpy_draws_other_numbers_in_each_process(tmp_path: Path) -> None:
     assert saved.resume() != saved.resume()
 
 
+@pytest.mark.parametrize("language", [{}, {"LANG": "C"}, {"LC_ALL": "C"}])
+def test_it_is_used_where_no_language_is_set(language: dict[str, str], tmp_path: Path) -> None:
+    """Such as by cron, and by systemd. Python then has UTF-8, too, in another mode."""
+    saved = Saved(tmp_path, "def resumed(arguments): print('é')\n", {"LANG": "C.UTF-8"})
+    assert saved.resume(environ=dict.fromkeys(("LANG", "LC_ALL", "LC_CTYPE"), "") | language) == "é\n"
+
+
 _TRIVIAL = "import colorsys\ndef resumed(arguments): print('resumed')\n"
 
 
