@@ -163,6 +163,8 @@ def note_generators() -> None:
     import random
 
     _generators[:] = [each for each in gc.get_objects() if type(each) is random.Random]
+    if "ssl" in sys.modules:
+        sys.modules["ssl"].RAND_bytes(1)  # OpenSSL takes milliseconds to make its own, and hardly any to seed it again
 
 
 def start_resumed(message_fd: int) -> list[str]:
@@ -173,9 +175,12 @@ def start_resumed(message_fd: int) -> list[str]:
     with open(message_fd, "rb") as file:
         file.seek(0)
         message = marshal.loads(file.read())
-    if dict(os.environ) != message["environ"]:
-        os.environ.clear()
-        os.environ.update(message["environ"])
+    environ: dict[str, str] = message["environ"]
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:  # to set one takes some microseconds
+            os.environ[name] = value
     sys.path[:], sys.argv[:], sys.orig_argv[:] = message["path"], message["argv"], message["orig_argv"]
     sys.dont_write_bytecode = message["dont_write_bytecode"]
     try:

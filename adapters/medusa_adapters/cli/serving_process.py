@@ -277,6 +277,10 @@ def _import_everything_else() -> None:
     for name in ("tokenizers", "botocore.session"):
         with suppress(ImportError):
             importlib.import_module(name)
+    from .command_line import prepare
+
+    for command in ("serve", "node"):
+        prepare(command)
 
 
 def main() -> int:
