@@ -8,6 +8,7 @@ from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 
 from benchmarks.coldstart.compiled import Compiled, ResumedCompiled
+from benchmarks.coldstart.node_start import NodeStart
 from benchmarks.coldstart.others import Script, transformers
 from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 
@@ -18,11 +19,17 @@ ROWS: dict[str, ContestantFactory] = {
     **OURS,
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
     "vllm-snapshot-compiled": lambda python: ResumedCompiled(name="vllm-snapshot-compiled", python=python),
+    "torch-node": lambda _: NodeStart("torch", name="torch-node"),
+    "torch-node-snapshot": lambda _: NodeStart("torch", name="torch-node-snapshot", resumed=True),
+    "vllm-node": lambda python: NodeStart("vllm", name="vllm-node", python=python),
+    "vllm-node-snapshot": lambda python: NodeStart("vllm", name="vllm-node-snapshot", python=python, resumed=True),
     "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),
     "transformers": lambda _: transformers(),
     **{name: lambda python, name=name: VllmBaseline(name, python) for name in STARTS},  # type: ignore[misc]
 }
 
+_NODE = "`medusa node --prewarm {}=1`, until its idle engine process is warm; nothing is asked."
+_NODE_SNAPSHOT = "The same after `medusa snapshot --engine {}`."
 LABELS: Labels = {
     **OUR_LABELS,
     "vllm-compiled": Label(
@@ -35,6 +42,10 @@ LABELS: Labels = {
     ),
     "transformers": Label("transformers", "A bare Python script with Hugging Face transformers, without a server."),
     "llama.cpp": Label("llama.cpp", "`llama-server` with a GGUF file of the same model."),
+    "torch-node": Label("node agent", _NODE.format("torch"), yardstick=True),
+    "torch-node-snapshot": Label("node agent, from a snapshot", _NODE_SNAPSHOT.format("torch"), yardstick=True),
+    "vllm-node": Label("node agent with vLLM", _NODE.format("vllm"), yardstick=True),
+    "vllm-node-snapshot": Label("node agent with vLLM, from a snapshot", _NODE_SNAPSHOT.format("vllm"), yardstick=True),
     "torch-import": Label(
         "import torch", "Python, and the ordinary `import torch`; nothing is read or computed.", yardstick=True
     ),

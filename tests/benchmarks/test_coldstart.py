@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from medusa_adapters.bench.coldstart.contestants import Question
 from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks.coldstart.others import Script
+from benchmarks.coldstart.rows import ROWS
 from benchmarks.command_line import names
 from benchmarks.make_checkpoint import main as make
 
@@ -81,6 +83,24 @@ def test_a_contestant_that_fails_is_quoted() -> None:
 def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
     script = Script("sleeper", lambda _: ["-c", "import time; time.sleep(0.3); print(1, flush=True); time.sleep(60)"])
     assert script.sample(QUESTION).ttft_s > 0.3
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+def test_a_node_agent_is_timed_until_its_engine_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And must use the snapshot where the row says so."""
+    contestants = [ROWS[name](sys.executable) for name in ("torch-node", "torch-node-snapshot")]
+    try:
+        plain, resumed = (contestant.sample(QUESTION) for contestant in contestants)
+        assert min(plain.ttft_s, resumed.ttft_s) > 0
+        assert plain.pss_mb
+        assert resumed.pss_mb
+        assert resumed.pss_mb < plain.pss_mb
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the snapshot was made without
+        with pytest.raises(MedusaError, match="did not use the snapshot"):
+            contestants[1].sample(QUESTION)
+    finally:
+        for contestant in contestants:
+            contestant.close()
 
 
 def test_lists_are_checked() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from e2e.command import MEDUSA, medusa
+from medusa_adapters.bench.coldstart.resumed import continues
 from medusa_snapshot.resuming import MEMORY, place
 from plain_environ import plain_environ
 
@@ -42,15 +43,10 @@ def resumed(start: Start, snapshots: Path) -> Start:
     def start_resumed(*arguments: str | Path, env: dict[str, str] | None = None) -> Any:
         serving = start(*arguments, "--snapshots", snapshots, env=env)
         assert serving.request("GET", "/livez")[0] == 200
-        assert continues(serving), (serving.folder / "serve.log").read_text()
+        assert continues(serving.process.pid), (serving.folder / "serve.log").read_text()
         return serving
 
     return start_resumed
-
-
-def continues(serving: Any) -> bool:
-    """Return whether this instance or agent continues from a snapshot."""
-    return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
 
 
 def test_it_answers_as_without_a_snapshot_and_leaves_nothing_behind(
@@ -58,7 +54,7 @@ def test_it_answers_as_without_a_snapshot_and_leaves_nothing_behind(
 ) -> None:
     plain, serving = start("--model", example, "--snapshots", "none"), resumed("--model", example)
     assert serving.complete()["choices"] == plain.complete()["choices"]
-    assert not continues(plain)
+    assert not continues(plain.process.pid)
     roles = serving.children()
     assert {"zygote", "engine", "function"} <= {*roles.values()}, roles
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in (serving.process.pid, plain.process.pid)}
@@ -130,7 +126,7 @@ def test_settings_that_need_another_process_get_one(
 ) -> None:
     serving = start("--model", example, "--snapshots", snapshots, *arguments, env={"MEDUSA_MODLE": "x"})
     assert serving.complete()["choices"]
-    assert not continues(serving)
+    assert not continues(serving.process.pid)
     assert (serving.folder / "serve.log").read_text().count("did you mean MEDUSA_MODEL") == 1
     assert serving.stop() == 0
 
@@ -138,7 +134,7 @@ def test_settings_that_need_another_process_get_one(
 def test_a_snapshot_of_other_circumstances_is_named_and_not_used(start: Start, example: Path, snapshots: Path) -> None:
     serving = start("--model", example, "--snapshots", snapshots, env={"OMP_NUM_THREADS": "1"})
     assert serving.complete()["choices"]
-    assert not continues(serving)
+    assert not continues(serving.process.pid)
     expected = "the snapshot is not used: it was made with no OMP_NUM_THREADS, found OMP_NUM_THREADS=1"
     assert expected in (serving.folder / "serve.log").read_text()
     assert serving.stop() == 0
@@ -158,7 +154,7 @@ def test_another_user_continues_from_what_root_has_saved(start: Start, example: 
         serving = start("--model", example, "--snapshots", f"{folder}/snapshots", wrapper=wrapper)
         serving.temporary.chmod(0o777)
         assert serving.complete()["choices"]
-        assert continues(serving)
+        assert continues(serving.process.pid)
         status = Path(f"/proc/{serving.child('worker')}/status").read_text()
         assert [line.split()[1:] for line in status.splitlines() if line.startswith(("Uid", "Gid"))] == [
             ["4321"] * 4
@@ -171,7 +167,7 @@ def test_an_agent_continues_from_it_and_gives_its_engines_to_functions(
 ) -> None:
     node = start_node("--prewarm", "torch=1", "--snapshots", str(snapshots))
     node.wait_warm()
-    assert continues(node)
+    assert continues(node.process.pid)
     (warm,) = node.status()["engines"]["torch"]["pids"]
     plain = start("--model", example, "--snapshots", "none")
     serving = resumed("--model", example, "--node-socket", node.socket)
@@ -189,7 +185,7 @@ def test_an_agent_that_needs_other_engines_imports_them(
     flags: tuple[str, str], start_node: Start, snapshots: Path
 ) -> None:
     node = start_node("--prewarm", "torch=1", *flags, "--snapshots", str(snapshots))
-    assert not continues(node)
+    assert not continues(node.process.pid)
     assert node.stop() == 0
 
 
@@ -220,7 +216,7 @@ def test_a_folder_of_snapshots_may_be_moved(start: Start, example: Path, snapsho
     try:
         serving = start("--model", example, "--snapshots", moved)
         assert serving.complete()["choices"]
-        assert continues(serving)
+        assert continues(serving.process.pid)
         assert serving.stop() == 0
     finally:
         moved.rename(snapshots)

@@ -16,7 +16,7 @@ from medusa_runtime.timeline import Stage
 from .process import Process
 
 _WARM_TIMEOUT_S = 600.0
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.01
 
 
 class Node:

@@ -84,27 +84,34 @@ def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], setting
 
 
 def _generate(engine: Engine) -> None:
-    stop, ended, last = threading.Event(), queue.SimpleQueue[Delta](), list[Delta]()
+    stop, first, ends = threading.Event(), queue.SimpleQueue[Delta](), list[Delta]()
 
-    def sink(delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            ended.put(delta)
+    def ask(name: str, on_end: Callable[[Delta], None]) -> None:
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(name, "abc" * 8, params)
+        engine.add(request, lambda delta: on_end(delta) if delta.finish_reason is not None else None)
 
-    def end() -> None:
-        last.append(ended.get())
+    def end(delta: Delta) -> None:
+        ends.append(delta)
+        stop.set()  # in the engine's thread: set by another one, it would be seen only at the end of an idle wait
+
+    def ask_server() -> None:
+        ends.append(first.get())
         try:
-            if hasattr(engine, "warm_up_server"):
-                engine.warm_up_server()
+            engine.warm_up_server()  # type: ignore[attr-defined]
         finally:
-            stop.set()
+            ask("last", end)
 
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    engine.add(GenerateRequest("warm-up", "abc" * 8, params), sink)
-    ending = threading.Thread(target=end, name="warm-up")
-    ending.start()
-    engine.run(stop)
-    ending.join()
-    assert last[0].finish_reason == "length", last
+    if hasattr(engine, "warm_up_server"):
+        asking = threading.Thread(target=ask_server, name="warm-up")
+        asking.start()
+        ask("first", first.put)
+        engine.run(stop)
+        asking.join()
+    else:
+        ask("last", end)
+        engine.run(stop)
+    assert all(delta.finish_reason == "length" for delta in ends), ends
 
 
 def _region(dtype: str) -> Region:

@@ -180,10 +180,10 @@ def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
 
 
 def test_answers_that_differ_end_the_bench() -> None:
-    samples = {"torch": [Sample(1.0, text=" quick brown")]}
-    coldstart.check_agreement("torch", "transformers", samples, Sample(1.0, text=" quick", first=" quick"))
-    with pytest.raises(MedusaError, match="disagree"):
-        coldstart.check_agreement("torch", "transformers", samples, Sample(1.0, text=" lazy", first=" lazy"))
+    samples = {"torch-import": [Sample(0.5)], "torch": [Sample(1.0, text=" quick brown")]}
+    coldstart.check_agreement("transformers", samples, Sample(1.0, text=" quick", first=" quick"))
+    with pytest.raises(MedusaError, match="torch and transformers disagree"):
+        coldstart.check_agreement("transformers", samples, Sample(1.0, text=" lazy", first=" lazy"))
 
 
 def test_stages_come_from_what_timeline_answers() -> None:

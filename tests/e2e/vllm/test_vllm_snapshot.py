@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from e2e.command import MEDUSA, medusa
+from medusa_adapters.bench.coldstart.resumed import continues
 from medusa_adapters.cli.serving_process import VARIABLES
 from medusa_snapshot.conditions import variables
 from plain_environ import plain_environ
@@ -41,14 +42,11 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def vllm(start: Start, snapshots: Path, example: Path) -> Start:
     def start_vllm(*arguments: str | Path, env: dict[str, str] | None = None) -> Any:
-        return start("--model", example, "--engine", "vllm", "--snapshots", snapshots, *arguments, env=env)
+        serving = start("--model", example, "--engine", "vllm", "--snapshots", snapshots, *arguments, env=env)
+        assert serving.request("GET", "/livez")[0] == 200
+        return serving
 
     return start_vllm
-
-
-def continues(serving: Any) -> bool:
-    assert serving.request("GET", "/livez")[0] == 200
-    return os.readlink(f"/proc/{serving.process.pid}/exe").endswith("/medusa-resume")
 
 
 def ask(serving: Any, path: str = "/v1/completions", **body: Any) -> Any:
@@ -60,7 +58,7 @@ def ask(serving: Any, path: str = "/v1/completions", **body: Any) -> Any:
 
 def test_it_answers_as_without_a_snapshot_on_all_routes(vllm: Start) -> None:
     plain, resumed = vllm("--snapshots", "none"), vllm()
-    assert [continues(plain), continues(resumed)] == [False, True]
+    assert [continues(plain.process.pid), continues(resumed.pid)] == [False, True]
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
     question = {"messages": [{"role": "user", "content": "sort"}]}
     requests: list[tuple[str, dict[str, Any]]] = [
@@ -84,7 +82,7 @@ def test_a_crashed_engine_is_replaced(vllm: Start) -> None:
     while serving.children().get(pid) == "engine":
         time.sleep(0.01)
     assert ask(serving)["choices"] == first
-    assert continues(serving)
+    assert continues(serving.process.pid)
     assert serving.stop() == 0
 
 
@@ -92,7 +90,7 @@ def test_a_crashed_engine_is_replaced(vllm: Start) -> None:
 def test_ranks_are_forked_from_it(vllm: Start) -> None:
     serving = vllm("--tensor-parallel", "2")
     assert ask(serving)["choices"]
-    assert continues(serving)
+    assert continues(serving.process.pid)
     assert serving.stop() == 0
 
 
@@ -131,14 +129,14 @@ class Handler:
     assert answer["sum"] == 300**3
     assert answer["text"]
     for serving in instances:
-        assert continues(serving)
+        assert continues(serving.process.pid)
         assert serving.stop() == 0
 
 
 def test_it_logs_what_vllm_does_if_asked(vllm: Start) -> None:
     serving = vllm("--log-level", "debug")
     assert ask(serving)["choices"]
-    assert continues(serving)
+    assert continues(serving.process.pid)
     assert " INFO vllm." in (serving.folder / "serve.log").read_text()
     assert serving.stop() == 0
 
@@ -206,7 +204,7 @@ def test_settings_that_need_another_process_get_one(
 ) -> None:
     serving = vllm(*arguments, env=env)
     assert ask(serving)["choices"]
-    assert not continues(serving)
+    assert not continues(serving.process.pid)
     assert why in (serving.folder / "serve.log").read_text()
     assert serving.stop() == 0
 

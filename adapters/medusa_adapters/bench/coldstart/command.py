@@ -110,7 +110,7 @@ def take_turns(contestants: Sequence[Contestant], question: Question, runs: int,
         # Back and forth, so that no contestant always follows the same other.
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
             sample = contestant.sample(question)
-            check_agreement(contestants[0].name, contestant.name, samples, sample)
+            check_agreement(contestant.name, samples, sample)
             if check:
                 check(samples, contestant.name, sample)
             note(f"{'warm-up' if number == 0 else f'run {number}'}: {contestant.name} {sample.ttft_s:.3f} s")
@@ -118,10 +118,12 @@ def take_turns(contestants: Sequence[Contestant], question: Question, runs: int,
     return {name: taken[1:] for name, taken in samples.items()}
 
 
-def check_agreement(reference: str, name: str, samples: Samples, sample: Sample) -> None:
-    if name == reference or not sample.text or not samples[reference]:
+def check_agreement(name: str, samples: Samples, sample: Sample) -> None:
+    """Compare a sample's first token with the answer of the first contestant that gave one; yardsticks give none."""
+    answers = ((other, taken[0].text) for other, taken in samples.items() if taken and taken[0].text)
+    reference, text = next(answers, (name, ""))
+    if name == reference or not sample.text:
         return
-    text = samples[reference][0].text
     first = sample.first or sample.text[:1]
     if not text.startswith(first):
         raise MedusaError(

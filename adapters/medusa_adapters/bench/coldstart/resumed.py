@@ -6,12 +6,37 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 
 from medusa_runtime.errors import MedusaError
 
+from ..process import Process
 from ..served_instance import ServedInstance
 from .contestants import Medusa, Question, Sample
+
+
+class Snapshot:
+    """A snapshot of an engine in a folder of its own, made at its first use."""
+
+    def __init__(self, medusa: Sequence[str], engine: str) -> None:
+        self._medusa = medusa
+        self._engine = engine
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def env(self) -> dict[str, str]:
+        """Return what lets a command continue from it. Raises MedusaError where no snapshot can be made."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="medusa-snapshot-")
+            command = [*self._medusa, "snapshot", "--engine", self._engine, "--out", self._folder.name]
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            if made.returncode:
+                raise MedusaError(f"medusa snapshot: {made.stderr.strip()}")
+        return {"MEDUSA_SNAPSHOTS": self._folder.name}
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class ResumedMedusa(Medusa):
@@ -19,25 +44,27 @@ class ResumedMedusa(Medusa):
 
     def __init__(self, engine: str, *, name: str, python: str = sys.executable, flags: tuple[str, ...] = ()) -> None:
         super().__init__(engine, name=name, python=python, flags=flags)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._snapshot = Snapshot(self.command, engine)
 
     def prepared(self, question: Question) -> Question:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="medusa-snapshot-")
-            command = [*self.command, "snapshot", "--engine", self.engine, "--out", self._folder.name]
-            made = subprocess.run(command, capture_output=True, text=True, check=False)
-            if made.returncode:
-                raise MedusaError(f"medusa snapshot: {made.stderr.strip()}")
-        return replace(question, env={**question.env, "MEDUSA_SNAPSHOTS": self._folder.name})
+        return replace(question, env={**question.env, **self._snapshot.env()})
 
     def sample(self, question: Question) -> Sample:
         return super().sample(self.prepared(question))
 
     def check(self, instance: ServedInstance) -> None:
-        program = os.readlink(f"/proc/{instance.pid}/exe")
-        if not program.endswith("/medusa-resume"):
-            raise instance.failure(f"runs {program}, expected it to continue from the snapshot")
+        check_continues(instance)
 
     def close(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._snapshot.close()
+
+
+def continues(pid: int) -> bool:
+    """Return whether this process continues from a snapshot."""
+    return os.readlink(f"/proc/{pid}/exe").endswith("/medusa-resume")
+
+
+def check_continues(process: Process) -> None:
+    """Raise MedusaError if this process does not continue from a snapshot."""
+    if not continues(process.pid):
+        raise process.failure("did not use the snapshot, expected it to continue from it")
