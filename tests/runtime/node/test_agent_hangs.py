@@ -120,12 +120,11 @@ def test_an_agent_whose_loop_hangs_ends_itself(start_node: Start, put_model: Put
 
 
 NEVER_BEATS = """
-import os
+import os, signal, time
 from medusa_runtime.node import watchdog
-watchdog._EVERY_S = 0.3
 os.sched_setaffinity(0, {0})
-os.nice(19)
-watchdog.Watchdog().start()
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
+watchdog.Watchdog(every_s=0.3).start()
 print("started", flush=True)
 while True:
     pass
@@ -141,23 +140,43 @@ while True:
 
 
 def test_an_agent_that_gets_no_cpu_is_not_taken_for_one_that_hangs() -> None:
-    others = [subprocess.Popen([sys.executable, "-c", TAKES_A_CPU], stdout=subprocess.PIPE) for _ in range(2)]
-    for other in others:
-        assert other.stdout
-        other.stdout.readline()
-        other.stdout.close()
-    starved = subprocess.Popen([sys.executable, "-c", NEVER_BEATS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert starved.stdout
-        assert starved.stdout.readline() == b"started\n"
+    """It has a twelfth of a CPU at most, whatever else runs here. Then it waits for something else than a CPU."""
+    with ExitStack() as running:
+
+        def start(program: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", program]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            running.enter_context(process)
+            running.callback(process.kill)
+            assert process.stdout
+            assert process.stdout.readline() == b"started\n"
+            return process
+
+        others = [start(TAKES_A_CPU) for _ in range(11)]
+        starved = start(NEVER_BEATS)
         time.sleep(3)
         assert starved.poll() is None
-    finally:
         for other in others:
             other.kill()
-            other.wait()
-    assert b"has hung for 0.3 s" in starved.communicate(timeout=120)[1]
-    assert starved.returncode == 70
+        starved.send_signal(signal.SIGUSR1)
+        _, said = starved.communicate(timeout=120)
+        assert b"has hung for 0.3 s" in said
+        assert starved.returncode == 70
+
+
+ALARMS = """
+import signal
+from medusa_runtime.node import watchdog
+watchdog.Watchdog(every_s=100).start()
+for _ in range(9):
+    signal.raise_signal(signal.SIGALRM)
+"""
+
+
+def test_alarms_that_come_at_once_are_one_check() -> None:
+    """As after a while without a CPU: one alarm was waiting, and the next one was due."""
+    ended = subprocess.run([sys.executable, "-c", ALARMS], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_stopped_prefetcher_is_ended_and_its_readers_are_told(start_node: Start, put_model: Put, origin: Any) -> None:
