@@ -74,6 +74,8 @@ class Phase:
             self.requests.begin(SHORT if name == "fetch" else LONG, 2)
             reached = self._fetches if name == "fetch" else self._runs
             until(reached, self.serving.output)
+            # A zygote that replaces the taken engine during the kill would pass its mark on to the new one.
+            node.wait_warm()
 
     def _fetches(self) -> bool:
         regions = self.node.status()["regions"]
