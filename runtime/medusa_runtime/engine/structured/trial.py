@@ -22,7 +22,7 @@ from ...process import die_with_parent, wait_readable
 CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
 _FORKING = threading.Lock()  # a child of another thread's would keep the pipe open
-_WAIT_S = 20.0  # limit for a process that gets no CPU time; shorter than the engine's own wait
+_LEAST_CPUS = 1 / 20  # what a trial gets of a CPU on a busy machine, or is given up, before the engine gives up
 _MOST_CHARACTERS = 2000
 _PAGE_BYTES = resource.getpagesize()
 
@@ -30,8 +30,8 @@ _PAGE_BYTES = resource.getpagesize()
 class Trial(NamedTuple):
     """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes.
 
-    ``final`` is False if another trial may end otherwise, because this one was given no CPU time. ``slow`` is True if
-    it took more CPU time than it had.
+    ``slow`` is True if a trial with more time may end otherwise. ``final`` is False if another one with the same limits
+    may, because this one had not ended in time: it was given no CPU time, or a lock was held when it was forked.
     """
 
     fault: str
@@ -53,16 +53,19 @@ def try_grammar(make: Callable[[], Any], cpu_s: float = CPU_S) -> Trial:
             finally:
                 os._exit(0)
         os.close(writing)
-    in_time = wait_readable(reading, _WAIT_S)
+    wait_s = cpu_s / _LEAST_CPUS
+    in_time = wait_readable(reading, wait_s)
     if not in_time:
         os.kill(pid, signal.SIGKILL)
     with open(reading, "rb") as pipe:
         output = pipe.read()
     status = os.waitpid(pid, 0)[1]
+    if not output and not in_time:
+        return Trial(f"its trial has not ended within {wait_s:g} s on this busy machine; try again", 0, False, True)
     if not output:
         limits = f"{cpu_s:g} s of CPU time or {MEMORY_BYTES >> 20} MB"
         text = f"it takes more than {limits} to prepare; expected a simpler one"
-        return Trial(text, 0, in_time, os.WTERMSIG(status) == signal.SIGPROF)
+        return Trial(text, 0, slow=os.WTERMSIG(status) == signal.SIGPROF)
     return Trial(*json.loads(output))
 
 

@@ -64,7 +64,7 @@ class Task:
 
 
 class _SlowGrammar(Exception):
-    """A trial took more CPU time than it had, and may be given more."""
+    """A trial took more time than it had, and may be given more."""
 
 
 class Grammars:
