@@ -40,6 +40,11 @@ def place(folder: str, name: str) -> str:
     return os.path.join(folder, f"{name}-{code:012x}")
 
 
+def has_started_anew() -> bool:
+    """Return whether this process has given up the snapshot that it continued from. A new one would be no better."""
+    return _VARIABLE in os.environ
+
+
 def resume(folder: str, name: str, arguments: Sequence[str], prefixes: tuple[str, ...] = ()) -> str | None:
     """Become the process of a snapshot, with this one's descriptors, environment and working directory.
 

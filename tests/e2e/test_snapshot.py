@@ -229,7 +229,8 @@ def test_a_handler_gets_the_packages_beside_it(start: Start, snapshots: Path, tm
     serving = start("--handler", tmp_path / "handler.py", "--snapshots", snapshots)
     serving.wait_ready()
     assert serving.request("POST", "/", {})[:2] == (200, {"own": 1})
-    assert "the snapshot is not used: it has another module urllib3" in (serving.folder / "serve.log").read_text()
+    log = (serving.folder / "serve.log").read_text()
+    assert "the snapshot is not used: it has another module urllib3 than the one beside the handler\n" in log
     assert serving.stop() == 0
 
 

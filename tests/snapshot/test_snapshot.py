@@ -219,6 +219,26 @@ def test_if_memory_cannot_be_mapped_the_process_starts_without_it(tmp_path: Path
     assert done.stdout.startswith("plain its memory cannot be mapped")
 
 
+_WITHOUT_OPEN = """
+import ctypes, os, struct, sys
+code = ((0x20, 0, 0, 0), (0x15, 0, 1, 2), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))  # EPERM for call 2
+filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters)))
+prctl = ctypes.CDLL(None).prctl
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    print("resumed, for this kernel takes no seccomp filter")
+    sys.exit()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_no_system_call_is_needed_that_filters_may_leave_out(tmp_path: Path) -> None:
+    """libc opens files with openat. So lists of the calls that a program was seen to use do not have open."""
+    saved = Saved(tmp_path, "def resumed(arguments): print('resumed')\n")
+    command = [sys.executable, "-c", _WITHOUT_OPEN, *saved.command("resume")]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.startswith("resumed")
+
+
 def test_nothing_of_the_new_process_is_replaced(tmp_path: Path) -> None:
     """Without random addresses, the kernel's library and the stack are where those of the saved process were."""
     saved = Saved(tmp_path, "def resumed(arguments): print('resumed')\n")

@@ -9,7 +9,7 @@ import os
 import sys
 
 from medusa_snapshot.conditions import namespace
-from medusa_snapshot.resuming import default_folder, start_anew
+from medusa_snapshot.resuming import default_folder, has_started_anew, start_anew
 from medusa_snapshot.resuming import resume as resume_snapshot
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
@@ -49,11 +49,13 @@ _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
 OTHER_FOLDER = "choose another folder with --out, and name it in --snapshots"  # where this one cannot be written to
 resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
+is_outdated = False  # whether a new one would be used
 
 
 def resume(given: list[str]) -> None:
     """Become a process that has imported everything, and runs this command line, if there is a snapshot of one."""
-    global why_not
+    global why_not, is_outdated
+    is_outdated = not has_started_anew()
     chosen = _chosen(given, _FLAG, _VARIABLE)
     name = _wanted(given)
     if chosen != "none" and name is not None:
@@ -137,7 +139,8 @@ def log_use(engine: str, folder: str, device: str = "auto") -> None:
     logger = logging.getLogger(__name__)
     if why_not:
         command = command_for(snapshot_of(engine) or engine, folder)
-        logger.info("the snapshot is not used: %s; `%s` makes a new one", why_not, command)
+        advice = f"; `{command}` makes a new one" if is_outdated else ""
+        logger.info("the snapshot is not used: %s%s", why_not, advice)
     elif resumed_with and device != "cpu" and obstacle(os.environ) is None:
         logger.info("this process continues from a snapshot, which is untried on GPUs; --snapshots none uses none")
 
