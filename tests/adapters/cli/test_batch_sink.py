@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -468,3 +469,21 @@ def test_an_object_that_cannot_be_copied_stays_as_it_was(tmp_path: Path) -> None
                 sink.write(LINE)
         sink.close()
     assert (len(found), output.read_bytes()) == (200, LINE * 200)
+
+
+def test_a_pipe_whose_reader_has_gone_is_an_error(tmp_path: Path) -> None:
+    """As in `medusa batch -o /dev/stdout … | head`. If the batch itself could read, it would wait for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    sink, _ = begin(pipe)
+    sink.write(LINE)
+    os.close(reader)
+    with pytest.raises(StorageError, match="Broken pipe"):
+        sink.write(LINE)
+    sink.close()
+
+
+def test_a_dash_is_no_file() -> None:
+    with pytest.raises(ConfigError, match="standard output is /dev/stdout"):
+        begin("-")

@@ -35,6 +35,8 @@ def open_sink(place: str, *, resume: bool, note: NoteId) -> Sink:
 
     Raises ConfigError if there are results already, unless ``resume``; StorageError; and MissingPackageError.
     """
+    if place == "-":
+        raise ConfigError("-: expected a path or a URL for results; standard output is /dev/stdout")
     scheme = scheme_of(place)
     if scheme in ("", "file"):
         return _File(Path(place.removeprefix("file://")).expanduser(), resume, note)
@@ -51,7 +53,7 @@ class _File:
         self._lock = threading.Lock()
         self._failed: StorageError | None = None
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 self._take_up(resume, note)
             except BaseException:
