@@ -18,10 +18,16 @@ from typing import Any
 import pytest
 from e2e.command import MEDUSA, medusa
 from medusa_adapters.bench.coldstart.resumed import continues
+from medusa_runtime.device.choice import installed_cuda
 from medusa_snapshot.resuming import MEMORY, place
 from plain_environ import plain_environ
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+
+# Nothing of a torch that is built for GPUs is lazy in a snapshot.
+_PLAIN = pytest.param(
+    ("--torch-import", "plain"), marks=pytest.mark.skipif(installed_cuda() is not None, reason="torch is for GPUs")
+)
 
 Start = Callable[..., Any]
 _SECRET = "a-secret-of-the-environment"
@@ -120,7 +126,7 @@ def test_instances_of_one_snapshot_sample_differently(resumed: Start, example: P
     assert texts[0][1] != texts[1][1]
 
 
-@pytest.mark.parametrize("arguments", [("--torch-import", "plain"), ("--snapshots", "none"), ("--snap", "none")])
+@pytest.mark.parametrize("arguments", [_PLAIN, ("--snapshots", "none"), ("--snap", "none")])
 def test_settings_that_need_another_process_get_one(
     arguments: tuple[str, ...], start: Start, example: Path, snapshots: Path
 ) -> None:
@@ -180,7 +186,7 @@ def test_an_agent_continues_from_it_and_gives_its_engines_to_functions(
     assert node.stop() == 0
 
 
-@pytest.mark.parametrize("flags", [("--torch-import", "plain"), ("--prewarm", "torch=0,vllm=0"), ("--pre", "vllm=0")])
+@pytest.mark.parametrize("flags", [_PLAIN, ("--prewarm", "torch=0,vllm=0"), ("--pre", "vllm=0")])
 def test_an_agent_that_needs_other_engines_imports_them(
     flags: tuple[str, str], start_node: Start, snapshots: Path
 ) -> None:
