@@ -299,11 +299,11 @@ def test_a_torch_for_gpus_is_imported_as_a_whole_and_only_if_asked_for(
     flags = ("--model", example, "--snapshots", tmp_path, "--torch-import", "plain")
     serving = start(*flags, "--handler", tmp_path / "handler.py", env=for_gpus)
     assert serving.request("POST", "/", {})[:2] == (200, {"cuda": "13.0", "whole": "module"})
-    assert continues(serving)
+    assert continues(serving.process.pid)
     assert serving.stop() == 0
     serving, plain = start(*flags, env=for_gpus), start("--model", example, "--snapshots", "none")
     assert serving.complete()["choices"] == plain.complete()["choices"]
-    assert continues(serving)
+    assert continues(serving.process.pid)
     assert serving.stop() == plain.stop() == 0
 
 

@@ -477,10 +477,8 @@ def test_metrics_are_those_of_the_page(gateway: GatewayProcess) -> None:
 
 def test_a_burst_of_threads_ends(gateway: GatewayProcess) -> None:
     """Nothing is left in the queues and counters when all have their answers."""
-    threads = [threading.Thread(target=gateway.post, args=("/v1/completions", body())) for _ in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(gateway.post, ["/v1/completions"] * 24, [body()] * 24))
+    assert [status for status, _ in answers] == [200] * 24, answers
     assert gateway.metric("medusa_gateway_requests_total", model=NAME, status="200") == 24
     until(lambda: gateway.metric("medusa_gateway_running") == gateway.metric("medusa_gateway_waiting") == 0)
