@@ -50,8 +50,12 @@ class NotedFolders:
 
     def renew(self) -> None:
         for owner, name in self._noted:
-            value = namespace(owner)[name]
-            setattr(owner, name, type(value)(self._renewed(str(value))))
+            values = owner if type(owner) is dict else namespace(owner)
+            new = type(values[name])(self._renewed(str(values[name])))
+            if values is owner:
+                owner[name] = new
+            else:
+                setattr(owner, name, new)
 
     def _renewed(self, path: str) -> str:
         if path.startswith(self._home):
@@ -64,6 +68,8 @@ class NotedFolders:
             for name, value in list(namespace(module).items()):
                 if self._is_below(value):
                     yield module, name
+                elif type(value) is dict:  # such as sysconfig's variables
+                    yield from ((value, each) for each, path in value.items() if self._is_below(path))
                 elif issubclass(type(value), type) and value.__module__ == module.__name__:
                     yield from ((value, each) for each, path in namespace(value).items() if self._is_below(path))
 

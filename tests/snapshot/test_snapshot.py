@@ -364,6 +364,7 @@ def test_paths_in_folders_of_the_user_are_those_of_the_process_that_continues(tm
         "import getpass, os, pathlib, tempfile\nCACHE = os.path.expanduser('~/.cache')\n"
         "BUILDS = f'{tempfile.gettempdir()}/builds_{getpass.getuser()}'\n"
         "class Loader:\n    place = pathlib.Path.home() / 'data'\n"
+        "VARIABLES = {'userbase': os.path.expanduser('~/.local')}\n"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     saved = Saved(
@@ -374,13 +375,13 @@ def test_paths_in_folders_of_the_user_are_those_of_the_process_that_continues(tm
             import of_user
         def resumed(arguments):
             folders.renew()
-            print(of_user.CACHE, repr(of_user.Loader.place), of_user.BUILDS)
+            print(of_user.CACHE, repr(of_user.Loader.place), of_user.BUILDS, of_user.VARIABLES['userbase'])
         """,
         {"PYTHONPATH": path, "HOME": "/home/of-the-saver"},
     )
     for home, temporary, user in (("/root", "/tmp", "one"), ("/home/another", str(tmp_path), "another")):
         environ = {"PYTHONPATH": path, "HOME": home, "TMPDIR": temporary, "LOGNAME": user}
-        expected = f"{home}/.cache PosixPath('{home}/data') {temporary}/builds_{user}\n"
+        expected = f"{home}/.cache PosixPath('{home}/data') {temporary}/builds_{user} {home}/.local\n"
         assert saved.resume(environ=environ) == expected
 
 
