@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 
 from .conditions import namespace
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
     from typing import Any
+
+_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)  # Python's own, not those of lazy objects
 
 
 class NotedFolders:
@@ -50,12 +53,15 @@ class NotedFolders:
 
     def renew(self) -> None:
         for owner, name in self._noted:
-            values = owner if type(owner) is dict else namespace(owner)
-            new = type(values[name])(self._renewed(str(values[name])))
-            if values is owner:
-                owner[name] = new
+            if type(owner) is dict:
+                owner[name] = self._new(owner[name])
             else:
-                setattr(owner, name, new)
+                setattr(owner, name, self._new(_attributes(owner)[name]))
+
+    def _new(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._new, value))
+        return type(value)(self._renewed(str(value))) if self._is_below(value) else value
 
     def _renewed(self, path: str) -> str:
         if path.startswith(self._home):
@@ -64,18 +70,38 @@ class NotedFolders:
         return path.replace(self._user, _user()) if self._user in path else path
 
     def _find(self) -> Iterator[tuple[Any, str]]:
+        """Find them in modules, and in the dictionaries, objects, classes and functions' defaults of modules."""
         for module in list(sys.modules.values()):
             for name, value in list(namespace(module).items()):
                 if self._is_below(value):
                     yield module, name
                 elif type(value) is dict:  # such as sysconfig's variables
                     yield from ((value, each) for each, path in value.items() if self._is_below(path))
-                elif issubclass(type(value), type) and value.__module__ == module.__name__:
-                    yield from ((value, each) for each, path in namespace(value).items() if self._is_below(path))
+                elif not issubclass(type(value), type) or value.__module__ == module.__name__:
+                    yield from self._find_in(value)
+
+    def _find_in(self, owner: Any) -> Iterator[tuple[Any, str]]:
+        for name, value in list(_attributes(owner).items()):
+            if self._is_below(value):
+                yield owner, name
+            elif type(value) is FunctionType:
+                yield from self._find_in(value)
+            elif name == "__defaults__" and any(map(self._is_below, value or ())):
+                yield owner, name
 
     def _is_below(self, value: object) -> bool:
         kind = type(value)  # to ask the value for its class would wake lazy objects
         return (issubclass(kind, str) or hasattr(kind, "__fspath__")) and str(value).startswith(self._all)
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """Return what an object, a class, a module or a function has, without a lookup that could wake lazy objects."""
+    if type(owner) is FunctionType:
+        return {"__defaults__": owner.__defaults__}
+    for kind in type(owner).__mro__:
+        if (found := namespace(kind).get("__dict__")) is not None:
+            return found.__get__(owner) if type(found) in _DESCRIPTORS else {}
+    return {}
 
 
 def _user() -> str:

@@ -1,4 +1,4 @@
-"""Which processors a snapshot is for. The other conditions are tested with real processes (test_snapshot.py)."""
+"""Which processors a snapshot is for. The other conditions are tested with real processes (test_use.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_snapshot.resuming import CONDITIONS, MEMORY, place, resume
+from medusa_snapshot.resuming import place, resume
 from snapshot.saved import Saved
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
@@ -360,13 +360,16 @@ def test_memory_that_it_shares_with_its_children_is_each_processs_own(tmp_path: 
 
 
 def test_paths_in_folders_of_the_user_are_those_of_the_process_that_continues(tmp_path: Path) -> None:
-    (tmp_path / "of_user.py").write_text(
+    (modules := tmp_path / "modules").mkdir()
+    (modules / "of_user.py").write_text(
         "import getpass, os, pathlib, tempfile\nCACHE = os.path.expanduser('~/.cache')\n"
         "BUILDS = f'{tempfile.gettempdir()}/builds_{getpass.getuser()}'\n"
         "class Loader:\n    place = pathlib.Path.home() / 'data'\n"
-        "VARIABLES = {'userbase': os.path.expanduser('~/.local')}\n"
+        "    def load(self, number=1, place=os.path.expanduser('~/loaded')): return place\n"
+        "    def __init__(self): self.cache = os.path.expanduser('~/cache')\n"
+        "VARIABLES = {'userbase': os.path.expanduser('~/.local')}\nLOADER = Loader()\n"
     )
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH"))))
     saved = Saved(
         tmp_path,
         """
@@ -375,13 +378,15 @@ def test_paths_in_folders_of_the_user_are_those_of_the_process_that_continues(tm
             import of_user
         def resumed(arguments):
             folders.renew()
-            print(of_user.CACHE, repr(of_user.Loader.place), of_user.BUILDS, of_user.VARIABLES['userbase'])
+            print(of_user.CACHE, of_user.Loader.place, of_user.VARIABLES['userbase'], of_user.LOADER.load())
+            print(of_user.LOADER.cache, of_user.BUILDS, type(of_user.Loader.place).__name__)
         """,
         {"PYTHONPATH": path, "HOME": "/home/of-the-saver"},
     )
     for home, temporary, user in (("/root", "/tmp", "one"), ("/home/another", str(tmp_path), "another")):
         environ = {"PYTHONPATH": path, "HOME": home, "TMPDIR": temporary, "LOGNAME": user}
-        expected = f"{home}/.cache PosixPath('{home}/data') {temporary}/builds_{user} {home}/.local\n"
+        expected = f"{home}/.cache {home}/data {home}/.local {home}/loaded\n"
+        expected += f"{home}/cache {temporary}/builds_{user} PosixPath\n"
         assert saved.resume(environ=environ) == expected
 
 
@@ -409,75 +414,12 @@ def test_numpy_draws_other_numbers_in_each_process(tmp_path: Path) -> None:
     assert saved.resume() != saved.resume()
 
 
-@pytest.mark.parametrize("language", [{}, {"LANG": "C"}, {"LC_ALL": "C"}])
-def test_it_is_used_where_no_language_is_set(language: dict[str, str], tmp_path: Path) -> None:
-    """Such as by cron, and by systemd. Python then has UTF-8, too, in another mode."""
-    saved = Saved(tmp_path, "def resumed(arguments): print('é')\n", {"LANG": "C.UTF-8"})
-    assert saved.resume(environ=dict.fromkeys(("LANG", "LC_ALL", "LC_CTYPE"), "") | language) == "é\n"
-
-
 _TRIVIAL = "import colorsys\ndef resumed(arguments): print('resumed')\n"
 
 
 def test_without_a_snapshot_there_is_no_reason(tmp_path: Path) -> None:
     saved = Saved(tmp_path, _THREAD)
     assert saved.resume() == "plain None\n"
-
-
-def test_another_environment_or_a_changed_file_is_noticed(tmp_path: Path) -> None:
-    module = tmp_path / "a_module.py"
-    module.write_text("x = 1")
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    same = {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
-    saved = Saved(tmp_path, "import a_module\n" + _TRIVIAL, same)
-    assert saved.resume(environ=same | {"OTHER": "1"}) == "resumed\n"
-    assert saved.resume(environ={**same, "OMP_NUM_THREADS": "3"}) == (
-        "plain it was made with OMP_NUM_THREADS=2, found OMP_NUM_THREADS=3\n"
-    )
-    module.write_text("x = 11")
-    assert saved.resume(environ=same) == f"plain {module} has changed since it was made\n"
-    module.unlink()
-    os.utime(tmp_path, (1, 1))
-    assert "no longer there" in saved.resume(environ=same) or "changed" in saved.resume(environ=same)
-
-
-def test_other_trusted_certificates_are_noticed(tmp_path: Path) -> None:
-    """aiohttp reads them when it is imported. One here stands for it: vLLM's environment has the real one."""
-    trusted = tmp_path / "trusted.pem"
-    trusted.touch()
-    same = {"SSL_CERT_FILE": str(trusted)}
-    saved = Saved(tmp_path, "import sys, ssl; sys.modules['aiohttp.connector'] = ssl\n" + _TRIVIAL, same)
-    assert saved.resume(environ=same) == "resumed\n"
-    trusted.write_text("another")
-    assert saved.resume(environ=same) == f"plain {trusted} has changed since it was made\n"
-
-
-def test_a_damaged_snapshot_is_not_used(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, _TRIVIAL)
-    memory, conditions = saved.place / MEMORY, saved.place / CONDITIONS
-    os.truncate(memory, memory.stat().st_size - 1)
-    assert saved.resume() == "plain its memory was not written as a whole\n"
-    conditions.write_bytes(conditions.read_bytes()[:100])
-    assert saved.resume().startswith("plain it cannot be read")
-    memory.unlink()
-    assert saved.resume().startswith("plain it cannot be read")
-
-
-def test_what_others_can_write_is_not_run(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, _TRIVIAL)
-    for path in (saved.place, saved.place / MEMORY, saved.place / CONDITIONS):
-        mode = path.stat().st_mode
-        path.chmod(mode | 0o020)
-        assert saved.resume() == "plain others than its owner may write to it, and it would be run as code\n"
-        path.chmod(mode)
-    assert saved.resume() == "resumed\n"
-
-
-@pytest.mark.root
-def test_what_belongs_to_another_user_is_not_run(tmp_path: Path) -> None:
-    saved = Saved(tmp_path, _TRIVIAL)
-    os.chown(saved.place / MEMORY, 4321, 4321)
-    assert saved.resume().startswith("plain it belongs to user 4321")
 
 
 def test_of_a_file_that_is_mapped_only_the_pages_that_were_written_to_are_saved(tmp_path: Path) -> None:
