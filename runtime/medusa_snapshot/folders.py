@@ -86,7 +86,7 @@ class NotedFolders:
                 yield owner, name
             elif type(value) is FunctionType:
                 yield from self._find_in(value)
-            elif name == "__defaults__" and any(map(self._is_below, value or ())):
+            elif type(owner) is FunctionType and any(map(self._is_below, value or ())):
                 yield owner, name
 
     def _is_below(self, value: object) -> bool:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_snapshot.resuming import place, resume
+from medusa_snapshot.resuming import MEMORY, place, resume
 from snapshot.saved import Saved
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
