@@ -151,18 +151,27 @@ def _shadowed(handler: str) -> str | None:
     A handler finds modules in its own folder first, such as packages that were installed there.
     """
     place = handler.partition(":")[0]
-    folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
+    return _shadowed_in(os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd(), "")
+
+
+def _shadowed_in(folder: str, package: str) -> str | None:
     try:
         names = os.listdir(folder)
     except OSError:
         return None
     for name in names:
         path = os.path.join(folder, name if name.endswith(".py") else os.path.join(name, "__init__.py"))
-        module = sys.modules.get(name.removesuffix(".py"))
-        if module is not None and os.path.exists(path):
-            spec = namespace(module).get("__spec__")
-            if spec is not None and spec.origin != path:
-                return name.removesuffix(".py")
+        full_name = package + name.removesuffix(".py")
+        spec = namespace(sys.modules.get(full_name)).get("__spec__")
+        if spec is None:
+            continue
+        found = None
+        if os.path.exists(path):
+            found = full_name if spec.origin != path else None
+        elif spec.origin is None:  # it has no file of its own, and parts in several folders, such as google
+            found = _shadowed_in(os.path.join(folder, name), full_name + ".")
+        if found is not None:
+            return found
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from medusa_adapters.cli.serving_process import _shadowed
 from medusa_snapshot.resuming import place
 from plain_environ import plain_environ
 from process_tree import alive, descendants
@@ -106,3 +108,17 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     why = "Read-only file system; choose another folder with --out, and name it in --snapshots [State.Invalid]\n"
     assert refused.stderr.startswith(f"medusa: no snapshot was made: {tmp_path}/.new-")
     assert refused.stderr.endswith(why)
+
+
+def test_a_part_of_a_package_beside_the_handler_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages such as google have no file of their own, and parts in several folders."""
+    for folder in ("installed", "beside"):
+        (tmp_path / folder / "in_parts").mkdir(parents=True)
+        (tmp_path / folder / "in_parts" / "part.py").touch()
+    (tmp_path / "beside" / "in_parts" / "another.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    importlib.import_module("in_parts.part")
+    assert _shadowed(str(tmp_path / "installed" / "handler.py")) is None
+    assert _shadowed(str(tmp_path / "beside" / "handler.py:Handler")) == "in_parts.part"
+    for name in ("in_parts", "in_parts.part"):
+        del sys.modules[name]
