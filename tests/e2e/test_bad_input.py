@@ -37,6 +37,12 @@ def test_no_such_folder(start: Start, tmp_path: Path) -> None:
     refused(start("--model", tmp_path / "nowhere"), "nowhere", "Storage.NotFound")
 
 
+def test_a_working_directory_that_was_removed(start: Start, example: Path, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    wrapper = ("sh", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "sh")
+    refused(start("--model", example, wrapper=wrapper), "the working directory cannot be used", "Config.Invalid")
+
+
 def test_a_folder_without_weights(start: Start, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     refused(start("--model", tmp_path), "safetensors", "Storage.NotFound")

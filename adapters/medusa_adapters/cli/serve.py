@@ -73,6 +73,10 @@ _ENGINES_OF_FLAGS = {
 def run(arguments: argparse.Namespace) -> int:
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     try:
+        os.getcwd()
+    except OSError as error:  # gunicorn needs it, and so do relative paths
+        raise ConfigError(f"the working directory cannot be used ({error.strerror}); start in another one") from None
+    try:
         settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
         settings = with_engine_flags(settings, arguments.engine_flags)
         serving_process.check(settings)  # before anything is printed: it may execute this command anew
