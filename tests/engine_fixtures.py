@@ -152,11 +152,11 @@ class Served:
 
 
 def fill_region(checkpoint: Path) -> Any:
-    from medusa_runtime.fetch.prefetcher import prefetch
+    from fetching import fetch_into
     from medusa_runtime.region.reader import Region
 
     region = Region.create()
-    prefetch(region, str(checkpoint), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    fetch_into(region, str(checkpoint))
     return region
 
 
@@ -169,6 +169,7 @@ def serve_region() -> Iterator[Callable[..., Served]]:
 
         def start(region: Any, gpu: Any = None, **settings: Any) -> Served:
             timeline = Timeline.create("engine")
+            stack.callback(timeline.close)
             served = Served(TorchEngine(region, replace(SETTINGS, **settings), timeline, gpu), timeline)
             stack.callback(served.close)
             return served

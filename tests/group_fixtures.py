@@ -70,6 +70,7 @@ class Group:
             self.stack.callback(region.close)
         chosen: dict[str, Any] = {"layers": self.layers[rank], "group": str(path), **self.settings, **changes}
         timeline = Timeline.create("engine")
+        self.stack.callback(timeline.close)
         gpu = gpu() if gpu is not None else None
         engine = open_engine(region, replace(SETTINGS, device="cpu", **chosen), timeline, gpu)
         served = Served(engine, timeline)  # type: ignore[arg-type]

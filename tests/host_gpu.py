@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.config import Settings
+from fetching import fetch_into
 from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
 from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.errors import DeviceError, StateError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.kernels import cuda, paged
 from medusa_runtime.kernels.pointwise import write_kv
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from strict_device import STRICT, MadeThere
 from torch import Tensor
 
@@ -218,7 +216,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def region(checkpoint: Path) -> Iterator[Region]:
     region = Region.create()
-    prefetch(region, str(checkpoint), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    fetch_into(region, str(checkpoint))
     yield region
     region.close()
 

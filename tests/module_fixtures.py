@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
+from fetching import fetch_into
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from torch import nn
 
 Filled = Callable[[Path, Callable[[], nn.Module]], nn.Module]
@@ -28,7 +26,7 @@ def filled() -> Iterator[Filled]:
         def fill(folder: Path, factory: Callable[[], nn.Module]) -> nn.Module:
             region = Region.create()
             stack.callback(region.close)
-            prefetch(region, str(folder), settings=Settings(), timeline=Timeline.create("test"))
+            fetch_into(region, str(folder))
             with skeleton():
                 module = factory().eval()
             assert all(parameter.is_meta for parameter in module.parameters())

@@ -47,6 +47,10 @@ class Timeline:
         """Return the same timeline, written to under another process's name."""
         return Timeline(self.fd, process)
 
+    def close(self) -> None:
+        """Close the descriptor, which this object shares with those of ``named``."""
+        os.close(self.fd)
+
     @contextmanager
     def stage(self, name: str, **detail: Any) -> Iterator[dict[str, Any]]:
         """Record the body as one stage, also if it raises. The body may add details to the yielded dict."""

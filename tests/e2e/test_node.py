@@ -204,7 +204,7 @@ def test_attaching_to_an_agent_that_dies_on_the_way(
     assert step in middle.seen
     middle.close()
     assert set(os.listdir("/proc/self/fd")) <= before, "descriptors left behind"
-    os.close(timeline.fd)
+    timeline.close()
 
 
 @pytest.mark.parametrize("step", ["function:engine", "agent:engine"])

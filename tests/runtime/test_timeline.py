@@ -43,7 +43,7 @@ def test_stages_of_several_processes_are_whole_and_in_order() -> None:
     for number in range(4):
         own = [stage.detail["count"] for stage in stages if stage.process == f"child{number}"]
         assert sorted(own) == list(range(200))
-    os.close(timeline.fd)
+    timeline.close()
 
 
 def test_a_stage_is_kept_when_its_body_raises() -> None:
@@ -59,7 +59,7 @@ def test_a_stage_is_kept_when_its_body_raises() -> None:
     (stage,) = timeline.stages()
     assert (stage.name, stage.process, stage.detail) == ("divide", "p", {"by": 0})
     assert stage.end_ns > stage.start_ns
-    os.close(timeline.fd)
+    timeline.close()
 
 
 def test_a_mark_is_a_moment() -> None:
@@ -69,7 +69,7 @@ def test_a_mark_is_a_moment() -> None:
     (stage,) = timeline.stages()
     assert before <= stage.start_ns == stage.end_ns <= time.monotonic_ns()
     assert stage == Stage("ready", "p", stage.start_ns, stage.start_ns, {"tokens": 3})
-    os.close(timeline.fd)
+    timeline.close()
 
 
 def test_process_start_is_between_exec_and_now() -> None:

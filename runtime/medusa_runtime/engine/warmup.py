@@ -7,7 +7,6 @@ and started threads.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -80,7 +79,7 @@ def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], setting
                 engine.close()
         finally:
             region.close()
-            os.close(timeline.fd)
+            timeline.close()
 
 
 def _generate(engine: Engine) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from encoder_checkpoint import WORDS, write_tokenizer
-from medusa_runtime.config import Settings
+from fetching import fetch_into
 from medusa_runtime.engine.encoder.text_encoder import Encoder
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -78,7 +77,7 @@ QUICK = ("distilbert", "modernbert", "roberta-labels")
 def test_vectors_and_labels_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = write(case, tmp_path)
     region = Region.create()
-    prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    fetch_into(region, str(tmp_path))
     encoder = Encoder(region, Timeline.create("engine"))
     try:
         with torch.inference_mode():

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from fetching import fetch_into
 from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError, ObjectNotFoundError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.load.views import Views
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from torch import nn
 
 SHARED = torch.arange(60.0)
@@ -44,7 +42,7 @@ TENSORS = {
 def loaded(url: str) -> dict[str, torch.Tensor]:
     region = Region.create()
     try:
-        prefetch(region, url, settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, url)
         index = region.wait_index()
         views = Views(region)
         assert region.progress().fetched_bytes == region.progress().total_bytes

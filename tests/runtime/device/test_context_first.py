@@ -86,7 +86,7 @@ class Start:
     def close(self) -> None:
         self.process.kill()  # and its engines with it
         self.process.wait(60)
-        os.close(self.timeline.fd)
+        self.timeline.close()
 
 
 @pytest.fixture

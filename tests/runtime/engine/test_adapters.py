@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 from adapter_fixtures import LLAMA_TARGETS, merge, write_adapter
 from engine_fixtures import Answer
-from medusa_runtime.config import Settings
+from fetching import fetch_into
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import MedusaError, RequestError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.models.layers.lora import AdapterStep
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 
 from benchmarks.quantize import quantize
 
@@ -25,9 +23,7 @@ PROMPTS = ("Tokens flow from storage", "A", "to memory, and from memory to layer
 
 def fetched(adapter: Path) -> Region:
     region = Region.create()
-    prefetch(
-        region, str(adapter / "adapter_model.safetensors"), settings=Settings(), timeline=Timeline.create("prefetcher")
-    )
+    fetch_into(region, str(adapter / "adapter_model.safetensors"))
     return region
 
 
@@ -121,7 +117,7 @@ def test_a_request_waits_for_its_adapter_and_the_base_does_not(
     served.engine.cancel(cancelled.id)
     assert cancelled.last.finish_reason == "cancelled"
     file = str(two["one"] / "adapter_model.safetensors")
-    prefetch(region, file, settings=Settings(), timeline=Timeline.create("prefetcher"))
+    fetch_into(region, file)
     assert len(answer.tokens) == len(base)
     assert answer.tokens != base
     assert served.engine.wait_adapter("late")["layers"] == 28

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.config import Settings
+from fetching import fetch_into
 from medusa_runtime.engine.checkpoint_files import read_config
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from safetensors.torch import save_file
 
 CONFIG = {
@@ -32,7 +30,7 @@ def dtype_of(folder: Path, weights: list[torch.dtype], **config: Any) -> torch.d
     )
     region = Region.create()
     try:
-        prefetch(region, str(folder), settings=Settings(), timeline=Timeline.create("prefetcher"))
+        fetch_into(region, str(folder))
         return read_config(region).dtype
     finally:
         region.close()

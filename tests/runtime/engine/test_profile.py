@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ModelError
-from medusa_runtime.timeline import Timeline
 
 SETTINGS = Settings(max_batched_tokens=64, max_concurrency=4, threads=1)
 
@@ -17,13 +16,13 @@ SETTINGS = Settings(max_batched_tokens=64, max_concurrency=4, threads=1)
 @pytest.fixture
 def profiled() -> Callable[..., Any]:
     def run(folder: Path, settings: Settings = SETTINGS) -> Any:
+        from fetching import fetch_into
         from medusa_runtime.engine.torch.profile import profile
-        from medusa_runtime.fetch.prefetcher import prefetch
         from medusa_runtime.region.reader import Region
 
         region = Region.create()
         try:
-            prefetch(region, str(folder), settings=settings, timeline=Timeline.create("test"))
+            fetch_into(region, str(folder), settings)
             found = profile(region, settings)
             assert sorted(found.order) == sorted(region.wait_index().tensors)
             return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fetching import fetch_into
 from medusa_runtime.checkpoint.checksums import Checksums
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import (
@@ -50,8 +51,10 @@ def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
 
 def fill(region: Region, url: str, timeline: Timeline | None = None, **options: Any) -> None:
     checksums = options.pop("checksums", None)
-    timeline = timeline or Timeline.create("test")
-    prefetch(region, url, settings=Settings(**options), timeline=timeline, checksums=checksums)
+    if timeline is None:
+        fetch_into(region, url, Settings(**options), checksums=checksums)
+    else:
+        prefetch(region, url, settings=Settings(**options), timeline=timeline, checksums=checksums)
 
 
 def check(region: Region) -> None:
@@ -339,7 +342,7 @@ def test_nothing_heavy_is_imported(served: Any) -> None:
 def test_a_region_that_was_reserved_ahead_of_time(served: Any, region: Region, reserved: int) -> None:
     writer = region.writer()
     writer.reserve(reserved)
-    prefetch(region, served.url + "/m", settings=Settings(), timeline=Timeline.create("test"), writer=writer)
+    fetch_into(region, served.url + "/m", writer=writer)
     check(region)
     assert os.fstat(region.fd).st_size < sum(SIZES.values()) + 4 * MIB
 

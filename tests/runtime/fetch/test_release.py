@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from fetching import fetch_into
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import TooLargeError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
 from medusa_runtime.instance.engine_fetch import uploads
 from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from waiting import until
 
 MIB = 1 << 20
@@ -28,7 +27,7 @@ MIB = 1 << 20
 
 def fill(region: Region, url: str, host_weights: str = "release", **options: Any) -> None:
     settings = Settings(host_weights=host_weights)
-    prefetch(region, url, settings=settings, timeline=Timeline.create("test"), **options)
+    fetch_into(region, url, settings, **options)
 
 
 def content(region: Region, name: str) -> bytes:

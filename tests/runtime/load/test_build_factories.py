@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.config import Settings
+from fetching import fetch_into
 from medusa_runtime.errors import MismatchError, WeightsError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.load.factory.build import build
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -49,7 +47,7 @@ def check(
     pid = os.fork()
     if not pid:
         try:
-            prefetch(region, str(folder / "model.pt"), settings=Settings(), timeline=Timeline.create("test"))
+            fetch_into(region, str(folder / "model.pt"))
         finally:
             os._exit(0)  # what failed is in the region
     try:
@@ -122,7 +120,7 @@ def test_what_is_made_on_the_meta_device_has_values(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "model.pt")
     region, on_meta = Region.create(), True
     try:
-        prefetch(region, str(tmp_path / "model.pt"), settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, str(tmp_path / "model.pt"))
         module, loader = build(region, factory)
         x = torch.rand(2, 8)
         assert torch.equal(module(x), eager(x))

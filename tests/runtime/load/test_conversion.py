@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fetching import fetch_into
 from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.load.conversion import is_converted, write_safetensors
 from medusa_runtime.load.factory.build import build
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -35,7 +33,7 @@ def test_the_same_tensors_aligned_and_in_order(tmp_path: Path) -> None:
     order = ["4.weight", "0.weight"]
     region = Region.create()
     try:
-        prefetch(region, str(tmp_path / "model.pt"), settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, str(tmp_path / "model.pt"))
         write_safetensors(region, tmp_path / "model.safetensors", order)
     finally:
         region.close()
@@ -57,7 +55,7 @@ def test_is_used_in_place(tmp_path: Path) -> None:
     regions = [Region.create(), Region.create()]
     try:
         for region, name in zip(regions, ("model.pt", "model.safetensors"), strict=True):
-            prefetch(region, str(tmp_path / name), settings=Settings(), timeline=Timeline.create("test"))
+            fetch_into(region, str(tmp_path / name))
             if name == "model.pt":
                 write_safetensors(region, tmp_path / "model.safetensors")
         module: Any
@@ -87,7 +85,7 @@ def test_unaligned_safetensors_are_put_into_place(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     region = Region.create()
     try:
-        prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, str(tmp_path))
         write_safetensors(region, tmp_path / "new" / "model.safetensors")
     finally:
         region.close()

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
+from fetching import fetch_into
 from medusa_runtime.load.factory import gc_freeze
 from medusa_runtime.load.factory.build import build
 from medusa_runtime.load.factory.gc_freeze import freeze, thaw
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from safetensors.torch import save_file
 from torch import nn
 
@@ -63,7 +61,7 @@ def test_a_build_ends_it_however_it_ends(tmp_path: Path) -> None:
     save_file(made_state := {"weight": torch.ones(4, 3), "bias": torch.ones(4)}, tmp_path / "model.safetensors")
     region = Region.create()
     try:
-        prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, str(tmp_path))
         module, loader = build(region, made)
         with loader:
             loader.wait()

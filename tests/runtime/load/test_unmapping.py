@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
+from fetching import fetch_into
 from medusa_runtime.load.factory.build import build
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from safetensors.torch import save_file
 from torch import nn
 
@@ -20,7 +18,7 @@ def test_what_is_copied_is_no_longer_mapped(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(512, 1024), "bias": torch.ones(512)}, tmp_path / "model.safetensors")
     region = Region.create()
     try:
-        prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+        fetch_into(region, str(tmp_path))
         for copy, stays in ((True, False), (False, True), (True, True)):
             module, loader = build(region, lambda: nn.Linear(1024, 512), BuildOptions(copy=copy))
             with loader:

@@ -211,7 +211,7 @@ def test_who_is_refused_an_engine_for_lack_of_files_is_not_charged_for_it(
         with room_for(node.process.pid, more), pytest.raises(LimitError):
             client.engine("torch", {"model": url, "state": "none", "kv_cache_mb": 16}, given)
         assert client.status()["callers"] == alone
-    os.close(timeline.fd)
+    timeline.close()
 
 
 def test_the_shards_of_a_local_model_take_one_file_of_the_agent(
@@ -312,5 +312,5 @@ def test_no_room_for_descriptors_under_way_costs_no_idle_engine(start_node: Star
         assert client.engine("torch", {"unheard_of": 1}, given) == idle[0]
     for one in (listener, mine, theirs):
         one.close()
-    os.close(timeline.fd)
+    timeline.close()
     reports.close()

@@ -98,7 +98,7 @@ def test_a_start_does_not_wait_for_an_agent_that_hangs(start_node: Start, put_mo
     assert stopped(node.process.pid)
     (fallback,) = [stage for stage in timeline.stages() if stage.name == "node-fallback"]
     assert re.search(r"did not answer 'hello' within 0\.\d+ s", fallback.detail["reason"])
-    os.close(timeline.fd)
+    timeline.close()
     os.kill(node.process.pid, signal.SIGCONT)
     assert node.status()["regions"] == [], "it goes on, and the one who gave up left nothing"
     assert node.stop() == 0
@@ -259,4 +259,4 @@ def test_a_function_that_learns_of_a_lost_model_while_it_takes_an_engine_starts_
     attachment.region.close()
     attachment.close()
     reports.close()
-    os.close(timeline.fd)
+    timeline.close()

@@ -242,7 +242,7 @@ def test_a_stopped_engine_is_given_to_nobody_and_one_of_a_function_is_ended(star
     node.until(lambda: node.status()["engines"]["torch"]["serving"] == 0)
     for one in (mine, listener):
         one.close()
-    os.close(timeline.fd)
+    timeline.close()
     reports.close()
 
 

@@ -25,4 +25,4 @@ def test_an_instance_without_room_for_a_connection_starts_an_engine_of_its_own(m
         assert not attachment.take_engine(listener, timeline, reports)
     assert [stage.detail for stage in timeline.stages()] == [{"reason": "[Errno 24] Too many open files"}]
     reports.close()
-    os.close(timeline.fd)
+    timeline.close()

@@ -86,5 +86,5 @@ def test_one_that_takes_long_to_die_is_not_waited_for(freezer: Path) -> None:
     while Path(f"/proc/{child.pid}").exists():
         reaper.reap()
     reaper.wait()
-    os.close(timeline.fd)
+    timeline.close()
     reports.close()

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fetching import fetch_into
 from medusa_runtime.checkpoint.index import version_of
-from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.node.callers.impersonation import Folder, Identity
 from medusa_runtime.node.regions.region_entry import RegionEntry
 from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
 from strangers import ALICE, as_user
 
 OWN = Identity(os.getuid(), os.getgid(), (), confined=True)
@@ -27,7 +25,7 @@ def entry(tmp_path: Path, safetensors_file: Callable[..., bytes]) -> Iterator[Re
     """The region of a folder that a caller has sent, filled."""
     (tmp_path / "model.safetensors").write_bytes(safetensors_file({"w": ("U8", [64], b"\1" * 64)}))
     found = RegionEntry(str(tmp_path), folder=Folder(os.open(tmp_path, os.O_RDONLY), OWN))
-    prefetch(found.region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+    fetch_into(found.region, str(tmp_path))
     found.sealed = True
     yield found
     found.close()

@@ -54,7 +54,7 @@ def given() -> Iterator[tuple[list[int], socket.socket]]:
     yield [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()], mine
     for one in (listener, mine, theirs):
         one.close()
-    os.close(timeline.fd)
+    timeline.close()
     reports.close()
 
 

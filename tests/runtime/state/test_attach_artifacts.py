@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fetching import fetch_into
 from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.attach_artifacts import attach_artifacts
 from medusa_runtime.state.bundle.locate import FOLDER
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 def filled(model: Path) -> tuple[Region, Settings]:
     settings = Settings(model=str(model))
     region = Region.create()
-    prefetch(region, str(model), settings=settings, timeline=Timeline.create("prefetcher"))
+    fetch_into(region, str(model), settings)
     return region, settings
 
 

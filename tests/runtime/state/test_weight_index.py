@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fetching import fetch_into
 from medusa_runtime.checkpoint import checksums
-from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
-from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.weight_index import RecordedIndex, record_index
-from medusa_runtime.timeline import Timeline
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 
@@ -22,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 @pytest.fixture
 def region() -> Iterator[Region]:
     region = Region.create()
-    prefetch(region, str(EXAMPLE), settings=Settings(), timeline=Timeline.create("test"))
+    fetch_into(region, str(EXAMPLE))
     yield region
     region.close()
 

@@ -134,7 +134,7 @@ def _into_memory(settings: Settings) -> int:
             os.waitpid(child, 0)
         region.close()
         reports.close()
-        os.close(timeline.fd)
+        timeline.close()
         os.close(ending)
 
 
