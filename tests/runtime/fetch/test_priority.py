@@ -37,9 +37,10 @@ def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
     return origin
 
 
-def fetching(region: Region, url: str, timeline: Timeline, **options: Any) -> threading.Thread:
+def fetching(region: Region, url: str, timeline: Timeline | None = None, **options: Any) -> threading.Thread:
     def run() -> None:
-        prefetch(region, url, settings=Settings(**options), timeline=timeline)
+        with closing(Timeline.create("test")) as own:
+            prefetch(region, url, settings=Settings(**options), timeline=timeline or own)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -55,7 +56,7 @@ def check(region: Region) -> None:
 
 def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None:
     served.bytes_per_s = 10e6
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    thread = fetching(region, served.url + "/m", connections=1)
     region.wait_index()
     region.demand([LAST])
     region.wait_tensor(LAST, timeout_s=120)
@@ -95,7 +96,7 @@ def test_what_nobody_waits_for_is_held_back_as_long_as_a_reader_says_so(served: 
 def test_a_paced_fetch_takes_its_share_of_the_link(served: Any, region: Region) -> None:
     served.bytes_per_s = 80e6
     region.pace(0.25, 60.0)
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=2, layers="0:6")
+    thread = fetching(region, served.url + "/m", connections=2, layers="0:6")
     region.wait_index()
     region.wait_tensor("layers.5.w", timeout_s=120)
     began, left_bytes = time.monotonic(), 12 * MIB - max(region.progress().fetched_bytes - 12 * MIB, 0)
@@ -221,7 +222,7 @@ def test_what_readers_have_is_not_overwritten_by_the_slower_of_two_requests(
 def test_second_requests_do_not_fill_a_slow_link(served: Any, region: Region) -> None:
     """Over a link that all connections share, each is slower than the last; more of them, or second requests, harm."""
     served.shared_bytes_per_s = 5e6
-    thread = fetching(region, served.url + "/m", Timeline.create("test"))
+    thread = fetching(region, served.url + "/m")
     region.wait_index()
     for name in TENSORS:
         region.demand([name])
@@ -237,7 +238,7 @@ def test_what_came_by_another_request_is_not_waited_for(
     """Else connections are lost to a store that hangs, and late answers take the bandwidth of others."""
     monkeypatch.setattr("medusa_runtime.storage.http.store.RetryPolicy", partial(RetryPolicy, stall_s=600.0))
     served.faults["/m/model.safetensors"] = [""] * 6 + ["stall"]
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    thread = fetching(region, served.url + "/m", connections=1)
     region.wait_index()
     region.demand(list(TENSORS))
     thread.join(100)
@@ -250,7 +251,7 @@ def test_what_came_by_another_request_is_not_waited_for(
 
 def test_a_second_request_that_fails_leaves_the_first_alone(served: Any, region: Region) -> None:
     served.faults["/m/model.safetensors"] = [""] * 6 + ["stall", "403"]
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    thread = fetching(region, served.url + "/m", connections=1)
     region.wait_index()
     region.demand(list(TENSORS))
     while served.faults["/m/model.safetensors"] and thread.is_alive():
@@ -265,7 +266,7 @@ def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region,
     assert not is_interactive_load_running()
     with LoadPriority("interactive"):
         assert is_interactive_load_running()
-        fetching(region, served.url + "/m", Timeline.create("test"), load_priority="background").join(60)
+        fetching(region, served.url + "/m", load_priority="background").join(60)
         with LoadPriority("background"):
             assert is_interactive_load_running()
     assert not is_interactive_load_running()
@@ -434,7 +435,7 @@ def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(
     served: Any, region: Region, own_lock: None
 ) -> None:
     served.bytes_per_s = 20e6
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1, layers="8:12")
+    thread = fetching(region, served.url + "/m", connections=1, layers="8:12")
     region.wait_index()
     region.wait_tensor(LAST)
     assert not region.has("layers.6.w")
@@ -446,7 +447,7 @@ def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(
 
 def test_many_connections_take_no_bandwidth_from_a_workers_layers(served: Any, region: Region) -> None:
     served.bytes_per_s = 2e6  # of each connection
-    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=12, layers="9:12")
+    thread = fetching(region, served.url + "/m", connections=12, layers="9:12")
     region.wait_index()
     for number in range(9, 12):
         region.wait_tensor(f"layers.{number}.w")
