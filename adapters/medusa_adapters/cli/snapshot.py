@@ -99,6 +99,10 @@ def _save(folder: str, engine: str, timeout_s: int) -> None:
     """Save a new process. Its environment is not this one's, which may have secrets: others may read the snapshot."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TZ") if name in os.environ}
     parent = os.getpid()
+    try:
+        temporary = tempfile.gettempdir()  # this command's own, which is removed however the process ends
+    except OSError as error:
+        raise StateError(f"no snapshot was made: {error.strerror}; set TMPDIR to one that can be written to") from None
 
     def prepare() -> None:
         die_with_parent(parent)
@@ -108,8 +112,7 @@ def _save(folder: str, engine: str, timeout_s: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         found = subprocess.run(
             [sys.executable, "-c", _SAVE, folder, engine],
-            # This command's own folder for temporary files, which is removed however the process ends.
-            env={**kept, **variables(os.environ, serving_process.VARIABLES[engine]), "TMPDIR": tempfile.gettempdir()},
+            env={**kept, **variables(os.environ, serving_process.VARIABLES[engine]), "TMPDIR": temporary},
             cwd="/",  # gunicorn, as it was imported, expects this folder to exist
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
             errors="replace", preexec_fn=prepare,

@@ -98,6 +98,24 @@ def test_the_process_ends_with_the_command(saving: Saving, number: int) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+def test_where_no_temporary_files_can_be_written_it_says_so(tmp_path: Path) -> None:
+    read_only = 'mount --bind "$each" "$each" && mount -o remount,ro,bind "$each"'
+    mount = f'for each in /tmp /var/tmp "$0"; do {read_only} || exit 9; done; cd /proc; exec "$1" snapshot --out "$0"'
+    environ = {name: value for name, value in plain_environ().items() if name not in ("TMPDIR", "TEMP", "TMP")}
+    refused = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, tmp_path, _MEDUSA],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("medusa: no snapshot was made: No usable temporary directory found in ['/tmp'")
+    assert refused.stderr.endswith("; set TMPDIR to one that can be written to [State.Invalid]\n")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$1" snapshot --out "$0"'
     refused = subprocess.run(
