@@ -72,6 +72,17 @@ _SERVER_MODULES = (
     "vllm.renderers.hf",
 )
 _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader"))
+# What an engine imports when it is opened. A process that waits for its model has it before.
+_ENGINE_MODULES = (
+    *(f"medusa_vllm.{name}" for name in ("engine", "serving.core", "serving.front_end", "serving.lean_server")),
+    *(f"medusa_vllm.{name}" for name in ("compiled.compilations", "serving.mounting", "weights.checkpoint_folder")),
+    "medusa_runtime.models.backend",
+)
+_VLLM_ENGINE_MODULES = (
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.v1.pool.flash_maxsim",
+    "vllm.entrypoints.serve.utils.fingerprint",
+)
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
@@ -106,6 +117,9 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         import_compiled(on_gpu=not current_platform.is_cpu())
     if region is None:
         with keep_log_levels():
+            for module in _ENGINE_MODULES:
+                importlib.import_module(module)
+            import_those_there(_VLLM_ENGINE_MODULES)
             _import_server()
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
