@@ -69,16 +69,22 @@ class Interrupted:
         _, errors = self.process.communicate(timeout=240)
         return self.process.returncode, time.monotonic() - began, errors
 
-    def left(self) -> set[str]:
-        """Files that were not there before, and processes that still run."""
-        processes = set()
+    def left(self, within_s: float) -> set[str]:
+        """Files that were not there before, and processes that still run. Killed ones have a while: they need a CPU."""
+        deadline = time.monotonic() + within_s
+        while (processes := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return processes | (self._files() - self._before)
+
+    def _processes(self) -> set[str]:
+        found = set()
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    processes.add(f"{entry.name}: {(entry / 'comm').read_text().strip()}")
+                    found.add(f"{entry.name}: {(entry / 'comm').read_text().strip()}")
             except OSError:
                 continue
-        return processes | (self._files() - self._before)
+        return found
 
     def _files(self) -> set[str]:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
@@ -102,7 +108,7 @@ def check(folder: Path, example: Path, arguments: Sequence[str], delay_s: float)
         assert took_s < within_s, (delay_s, took_s)
         assert "Traceback" not in errors, (delay_s, errors)
         assert "error_already_set" not in errors, (delay_s, errors)
-        left = run.left()
+        left = run.left(within_s - took_s)
         # Once a bundle is committed, or a copy is complete, it is what the command was asked for.
         if "model/.medusa/manifest.json" not in left and "out/manifest.json" not in left and not _copied(folder, left):
             assert left == set(), delay_s
