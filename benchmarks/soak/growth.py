@@ -36,14 +36,19 @@ class Growth(NamedTuple):
         return self.rise > self.allowed and self.last - self.first > self.allowed
 
 
+def enough(samples: Sequence[tuple[float, dict[str, float]]]) -> bool:
+    """Return whether `growths` takes these samples."""
+    return len(_after_warm_up(samples)) >= _LEAST_SAMPLES
+
+
 def growths(samples: Sequence[tuple[float, dict[str, float]]]) -> list[Growth]:
     """Return the growth of each quantity in samples of (work done, quantities), without the first part of the samples.
 
     The line is Theil and Sen's: the median of the slopes between all pairs. Both ends are medians of a fifth of the
     samples. Raises MedusaError for less than five samples after the warm-up.
     """
-    kept = samples[round(len(samples) * _WARM_UP) :]
-    if len(kept) < _LEAST_SAMPLES:
+    kept = _after_warm_up(samples)
+    if not enough(samples):
         raise MedusaError(f"expected {_LEAST_SAMPLES} samples after the warm-up, found {len(kept)}; run it for longer")
     work = [done for done, _ in kept]
     found = []
@@ -56,6 +61,10 @@ def growths(samples: Sequence[tuple[float, dict[str, float]]]) -> list[Growth]:
         allowed = _ALLOWED.get(name.split()[0], _ALLOWED_OF_OTHERS)
         found.append(Growth(name, first, last, slope * 1000, slope * (work[-1] - work[0]), allowed))
     return found
+
+
+def _after_warm_up(samples: Sequence[tuple[float, dict[str, float]]]) -> Sequence[tuple[float, dict[str, float]]]:
+    return samples[round(len(samples) * _WARM_UP) :]
 
 
 def table(found: Sequence[Growth]) -> str:

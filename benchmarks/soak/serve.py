@@ -19,6 +19,7 @@ from medusa_runtime.errors import MedusaError
 
 from benchmarks.soak.adapter import write_adapter
 from benchmarks.soak.footprint import MB, footprint
+from benchmarks.soak.growth import enough
 from benchmarks.soak.requests import Client, Wrong
 
 _FUNCTION = """
@@ -44,7 +45,7 @@ _LIMITS = (
 )  # fmt: skip
 _PATIENCE_S = 90.0
 _SHOWN_CHARACTERS = 80
-_MOST_ROUND_S, _ROUNDS = 8.0, 12  # of requests, between two samples; and how many there are at least
+_MOST_ROUND_S, _ROUNDS = 8.0, 12  # of requests, between two samples; and how many fit
 _QUIET_S = 3.0  # until what clients have left has ended
 _FAULT_EVERY_S = (0.2, 3.0)
 
@@ -66,14 +67,14 @@ class Soak:
         (folder / "tmp").mkdir()
 
     def run(self) -> None:
-        """Serve for as long as asked; with faults, start the function again whenever it has ended."""
+        """Serve for as long as asked, and until there are enough samples; start a function that a fault ended again."""
         end = time.monotonic() + self._arguments.seconds
-        while time.monotonic() < end:
+        while self._goes_on(end):
             before = self._left()
             with ServedInstance(self._command(), {"TMPDIR": str(self._folder / "tmp")}) as instance:
                 instance.wait_ready(every_s=0.1)
                 tree: set[int] = set()
-                while time.monotonic() < end and instance.alive():
+                while self._goes_on(end) and instance.alive():
                     self._round(instance, tree)
                     tree |= set(instance.tree())
                 if instance.alive():
@@ -87,6 +88,9 @@ class Soak:
                     self.wrong.append(f"processes were left: {left}")
             if (now := self._left()) != before:
                 self.wrong.append(f"left behind: {now} instead of {before}")
+
+    def _goes_on(self, end: float) -> bool:
+        return time.monotonic() < end or not (self.wrong or enough(self.samples))
 
     def _command(self) -> list[Any]:
         function = (
