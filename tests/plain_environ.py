@@ -6,4 +6,6 @@ import os
 
 
 def plain_environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    """A snapshot that the installation has is not used either: it may be older than the code."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    return kept | {"MEDUSA_SNAPSHOTS": "none"}
