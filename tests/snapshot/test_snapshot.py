@@ -40,7 +40,7 @@ def test_it_has_the_memory_of_the_saved_process_and_the_circumstances_of_its_own
             thread.start()
             thread.join()
             print(arguments, sys.argv[1:], os.environ["HERE"], os.environ.get("THERE"), os.getcwd(), sys.stdin.read())
-            print(abs(time.time() - float(arguments[0])) < 60, os.stat(3).st_size)
+            print(abs(time.time() - float(arguments[0])) < 60, os.stat(int(arguments[1])).st_size)
         """,
         {"THERE": "1"},
     )
@@ -48,8 +48,9 @@ def test_it_has_the_memory_of_the_saved_process_and_the_circumstances_of_its_own
     with open(tmp_path / "data", "w+") as file:
         file.write("12345")
         file.flush()
-        os.dup2(file.fileno(), 3)
-        output = saved.resume(str(time.time()), "b", environ={"HERE": "é"}, cwd="/usr", input="given", pass_fds=(3,))
+        number = file.fileno()
+        options = {"cwd": "/usr", "input": "given", "pass_fds": (number,)}
+        output = saved.resume(str(time.time()), str(number), "b", environ={"HERE": "é"}, **options)
     *_, words, last = lines = output.splitlines()
     assert lines[:3] == ["division by zero", "7", "thread"]
     assert words.endswith("'b'] é None /usr given")
