@@ -15,10 +15,12 @@ from typing import Self
 import pytest
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-# Takes memory, in the end a page at a time, until the kernel has killed once more; then it gives all of it back.
+# Takes memory, in the end a page at a time, until the kernel has killed once more; then it gives all of it back. That
+# takes a while, in which the limit is twice as high: a process that was started anew would be killed, too.
 _GREED = """
 import mmap, os, sys
-kills, usage, limit = os.open(sys.argv[1], os.O_RDONLY), sys.argv[2], int(sys.argv[3])
+kills, usage, limit_file, limit = os.open(sys.argv[1], os.O_RDONLY), sys.argv[2], sys.argv[3], int(sys.argv[4])
+higher = os.open(limit_file, os.O_WRONLY)
 
 def killed():
     return int(os.pread(kills, 4096, 0).split(b"oom_kill ")[1].split()[0])
@@ -29,6 +31,7 @@ while limit - int(open(usage).read()) > 64 << 20:
     at += len(piece)
 for page in range(at, limit, 4096):
     if killed() > before:
+        os.write(higher, b"%d" % (2 * limit))
         os._exit(0)
     taken[page] = 1
 """
@@ -90,7 +93,9 @@ class MemoryGroup:
     def exhaust(self) -> None:
         """Use up the group's memory until the kernel has killed a process of the group, whichever it takes."""
         greed = [*self.inside, sys.executable, "-S", "-c", _GREED]
-        ended = subprocess.run([*greed, self._kills, self._usage, str(self.limit_bytes)], check=False, timeout=120)
+        files = (self._kills, self._usage, self._limit)
+        ended = subprocess.run([*greed, *files, str(self.limit_bytes)], check=False, timeout=120)
+        self._limit.write_text(str(self.limit_bytes))
         # Where a killed process gives back less than the kernel wants at once, the largest one is next: the greedy one.
         assert ended.returncode in (0, -signal.SIGKILL)
         self._greedy_kills += ended.returncode != 0
