@@ -210,8 +210,9 @@ class VllmEngine:
         from vllm.v1.executor import Executor
 
         from .serving.core import core_class
+        from .serving.replacement import cached_entry_points
 
-        with self._timeline.stage("core"):
+        with self._timeline.stage("core"), cached_entry_points():
             core = core_class()(self.config, Executor.get_class(self.config), self._inbox, self._handle)
             core.on_add = self._on_add
         return core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import distributed
@@ -14,6 +16,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from .serving.replacement import patch_function
+
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """One rank in the engine's own process.
@@ -24,9 +28,10 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     def _init_executor(self) -> None:
         self.driver_worker = PreparedWorker(rpc_rank=0)
         rank = {"local_rank": 0, "rank": 0, "distributed_init_method": "env://", "is_driver_worker": True}
-        self.driver_worker.init_worker([{"vllm_config": self.vllm_config, **rank}])
-        join_group_of_one(self.vllm_config)
-        self.driver_worker.init_device()
+        with _list_cpus_once():
+            self.driver_worker.init_worker([{"vllm_config": self.vllm_config, **rank}])
+            join_group_of_one(self.vllm_config)
+            self.driver_worker.init_device()
         self.driver_worker.load_model()
         current_platform.update_block_size_for_backend(self.vllm_config)
 
@@ -59,9 +64,28 @@ def join_group_of_one(config: Any) -> None:
     if not distributed.is_initialized():
         backend = current_platform.dist_backend
         distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), _one_process_group():
         parallel_state.init_distributed_environment(1, 0, "env://", 0, current_platform.dist_backend)
         parallel_state.ensure_model_parallel_initialized(1, 1)
+
+
+def _one_process_group() -> AbstractContextManager[None]:
+    """Let one process group serve for all of vLLM's on a CPU. They have the same rank, and three threads each."""
+    if not current_platform.is_cpu():
+        return nullcontext()  # groups for tensors on a GPU and for others differ
+    return patch_function("torch.distributed", "new_group", lambda before, *_, **__: distributed.group.WORLD)
+
+
+def _list_cpus_once() -> AbstractContextManager[None]:
+    """Let vLLM run lscpu once, in place of twice."""
+    found: list[Any] = []
+
+    def once(before: Callable[[], Any]) -> Any:
+        if not found:
+            found.append(before())
+        return found[0]
+
+    return patch_function("vllm.utils.cpu_resource_utils", "_get_cpu_list", once)
 
 
 __all__ = ["OneProcessExecutor", "PreparedWorker", "join_group_of_one"]

@@ -16,7 +16,7 @@ import pytest
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
-from medusa_vllm.serving import mounting, prebuilt
+from medusa_vllm.serving import mounting, prebuilt, replacement
 from medusa_vllm.serving.arguments import server_arguments
 from medusa_vllm.serving.replacement import patch_function
 from medusa_vllm.structured import TokenizerFolder
@@ -77,7 +77,7 @@ def test_plugins_are_looked_up_in_what_was_read() -> None:
     prebuilt.prebuild_app(("generate",))
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     before = importlib.metadata.entry_points
-    with prebuilt.cached_entry_points():
+    with replacement.cached_entry_points():
         assert importlib.metadata.entry_points(group="vllm.general_plugins") == found
         assert importlib.metadata.entry_points is not before
     assert importlib.metadata.entry_points is before

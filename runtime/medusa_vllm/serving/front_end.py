@@ -37,7 +37,8 @@ from .mounting import (
     share_read_tokenizer,
     single_tokenizer_copy,
 )
-from .prebuilt import arguments_for, cached_entry_points, quiet_uvicorn, return_app, take_app
+from .prebuilt import arguments_for, quiet_uvicorn, return_app, take_app
+from .replacement import cached_entry_points
 
 logger = logging.getLogger(__name__)
 

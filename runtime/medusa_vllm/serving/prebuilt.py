@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import fnmatch
-import importlib.metadata
 import logging
 import os
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from .arguments import server_arguments
-from .replacement import patch_function
+from .replacement import read_entry_points
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +36,15 @@ class _Prebuilt(NamedTuple):
 
 _prebuilt: _Prebuilt | None = None
 _in_use: _Prebuilt | None = None
-_entry_points: Any = None
 
 
 def prebuild_app(tasks: tuple[str, ...]) -> Any:
     """Make an app for the front end of any model that is served without flags and has these tasks, and return it."""
-    global _prebuilt, _entry_points
+    global _prebuilt
     from vllm.entrypoints.launchers.app import build_app
 
     arguments = server_arguments([], "model")
-    _entry_points = importlib.metadata.entry_points()
+    read_entry_points()
     app = build_app(arguments, tasks)
     _prebuilt = _Prebuilt(copy.deepcopy(arguments), _key(arguments, tasks), app)
     return app
@@ -99,15 +96,6 @@ def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
     return repr(sorted(values.items())), sorted(tasks), environment
 
 
-def cached_entry_points() -> AbstractContextManager[None]:
-    """Let vLLM look for plugins in what this process, or the one that it was forked from, has read already.
-
-    Each of its searches reads the metadata of every installed package.
-    """
-    found: Any = importlib.metadata.entry_points() if _entry_points is None else _entry_points
-    return patch_function("importlib.metadata", "entry_points", lambda before, **chosen: found.select(**chosen))
-
-
 def quiet_uvicorn() -> None:
     """Have uvicorn log warnings only. Setting a level goes through all loggers, so it is not set twice."""
     for name in ("uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
@@ -153,7 +141,6 @@ def _build_validators() -> None:
 
 __all__ = [
     "arguments_for",
-    "cached_entry_points",
     "fill_caches",
     "prebuild_app",
     "quiet_uvicorn",
