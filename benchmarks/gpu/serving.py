@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medusa_adapters.bench.coldstart.resumed import continues
 from medusa_adapters.bench.served_instance import ServedInstance, medusa_command, serve_command
 from medusa_runtime.config import Settings
 from medusa_runtime.device.driver import Driver
@@ -107,7 +108,7 @@ def _first_answer(settings: Settings, bundle: Path, *more: str) -> dict[str, Any
             "later_answer_s": (later.end_ns - began) / 1e9,
             "text": first.text,
             "same_text": first.text == later.text,
-            "continued": os.readlink(f"/proc/{instance.process.pid}/exe").endswith("/medusa-resume"),
+            "continued": continues(instance.pid),
             "stages": stages,
         }
 

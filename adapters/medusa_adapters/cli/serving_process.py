@@ -134,15 +134,19 @@ def log_use(engine: str, folder: str, device: str = "auto") -> None:
     """Log why the snapshot that is there for this engine is not used; or that it is, where that is untried."""
     import logging
 
-    from medusa_runtime.device.choice import obstacle
-
     logger = logging.getLogger(__name__)
     if why_not:
         command = command_for(snapshot_of(engine) or engine, folder)
         advice = f"; `{command}` makes a new one" if is_outdated else ""
         logger.info("the snapshot is not used: %s%s", why_not, advice)
-    elif resumed_with and device != "cpu" and obstacle(os.environ) is None:
+    elif resumed_with and device != "cpu" and _has_gpu():
         logger.info("this process continues from a snapshot, which is untried on GPUs; --snapshots none uses none")
+
+
+def _has_gpu() -> bool:
+    from medusa_runtime.device.choice import obstacle
+
+    return obstacle(os.environ) is None
 
 
 def _shadowed(handler: str) -> str | None:
@@ -240,6 +244,7 @@ def _import_torch() -> str | None:
 
     from medusa_handler.server.function_process import preimport as import_function
     from medusa_runtime.device.choice import installed_cuda
+    from medusa_runtime.engine.gpu.preimport import preimport as import_gpu_engine
     from medusa_runtime.imports import lazy_torch
     from medusa_runtime.models.registry import import_families
     from medusa_runtime.registry import engine_kind, imported
@@ -248,7 +253,7 @@ def _import_torch() -> str | None:
     import_function()
     if installed_cuda() is not None:
         importlib.import_module("torch")  # plainly, as handlers import it there: nothing is left to be executed
-        importlib.import_module("medusa_runtime.engine.gpu.preimport").preimport()
+        import_gpu_engine()
     elif (why := lazy_torch.why_not_lean_in_handlers()) is not None:
         return f"torch would be imported as a whole: {why}"
     else:

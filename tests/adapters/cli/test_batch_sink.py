@@ -472,7 +472,7 @@ def test_an_object_that_cannot_be_copied_stays_as_it_was(tmp_path: Path) -> None
 
 
 def test_a_pipe_whose_reader_has_gone_is_an_error(tmp_path: Path) -> None:
-    """As in `medusa batch -o /dev/stdout … | head`. If the batch itself could read, it would wait for ever."""
+    """The reader ends early in `medusa batch -o /dev/stdout … | head`. The batch must not hold the pipe open itself."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -174,7 +174,7 @@ for _ in range(9):
 
 
 def test_alarms_that_come_at_once_are_one_check() -> None:
-    """As after a while without a CPU: one alarm was waiting, and the next one was due."""
+    """A process that had no CPU for a while finds an alarm waiting, and gets the next one at once."""
     ended = subprocess.run([sys.executable, "-c", ALARMS], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
 

@@ -1,7 +1,4 @@
-"""The imports of an engine on a GPU, for a process that is saved as a snapshot. None of them touches CUDA.
-
-An instance has no use for this: its engine process imports while it makes the GPU's context (``zygote.py``).
-"""
+"""What engines on a GPU can import before there is a GPU's context. None of it touches CUDA."""
 
 from __future__ import annotations
 
@@ -24,6 +21,10 @@ _MODULES = (
 
 
 def preimport() -> None:
+    """Import what the torch engine needs on a GPU, in a process that is saved as a snapshot.
+
+    An instance does not call this: its engine process imports while it makes the context (``zygote.py``).
+    """
     for name in _MODULES:
         importlib.import_module(f"medusa_runtime.{name}")
     with suppress(ImportError):
