@@ -43,8 +43,8 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def touch_memory(size_bytes: int) -> None:
     """Use this much memory once, or as much of it as is free.
 
-    A virtual machine gets a page of memory from its host when it first uses it. On the machine of docs/benchmarks.md
-    that takes up to 4 CPU seconds per GB, several times what pages cost later.
+    A virtual machine gets a page of memory from its host when it first uses it. On the machine of
+    docs/benchmarks/clusters.md that takes up to 4 CPU seconds per GB, several times what pages cost later.
     """
     size_bytes = min(size_bytes, memory_available_bytes() // 4 * 3)
     with mmap.mmap(-1, size_bytes) as memory, memoryview(memory) as view:

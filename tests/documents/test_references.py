@@ -34,10 +34,9 @@ def first_cells(page: str, heading: str = "") -> list[str]:
     return [name for cell in re.findall(r"(?m)^\| (`[^|]*) \|", text) for name in re.findall(r"`([^`]+)`", cell)]
 
 
-def metrics_of(heading: str) -> set[str]:
-    """The names in the tables of benchmarks.md that explain metrics, under one heading; rows' names end in a colon."""
-    section = (DOCS / "benchmarks.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    tables = re.findall(r"(?m)^\| metric \|.*\n\|[-|]+\n((?:\|.*\n)+)", section)
+def metrics_of(page: str) -> set[str]:
+    """The names in the tables of a page that explain metrics; rows' names end in a colon."""
+    tables = re.findall(r"(?m)^\| metric \|.*\n\|[-|]+\n((?:\|.*\n)+)", (DOCS / page).read_text())
     cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
     named = [part.rpartition(":")[2] for cell in cells for part in cell.split(";")]
     return {name for part in named for name in re.findall(r"`([^`]+)`", part)}
@@ -104,15 +103,15 @@ def test_checks_of_doctor_that_can_fail_are_explained() -> None:
 
 
 def test_rows_of_the_benchmarks_are_explained() -> None:
-    listed = set(first_cells("benchmarks.md"))
-    assert set(ROWS) | {yardstick.name for yardstick in yardsticks()} <= listed
+    starts, listed = set(first_cells("benchmarks/starts.md")), set(first_cells("benchmarks/fetching.md"))
+    assert set(ROWS) | {yardstick.name for yardstick in yardsticks()} <= starts
     import_alone = {f"{name}-{how}" for name in row_names() if name == "import-torch" for how in ("alone", "beside")}
     assert {name for name in row_names() if name != "import-torch"} | import_alone <= listed
 
 
 def test_metrics_of_the_benchmarks_are_explained_and_no_others() -> None:
-    assert metrics_of("Fetching") == set(UNITS) | set(product_fetch.METRICS)
-    assert metrics_of("Cold starts") == set(METRICS)
+    assert metrics_of("benchmarks/fetching.md") == set(UNITS) | set(product_fetch.METRICS)
+    assert metrics_of("benchmarks/starts.md") == set(METRICS)
 
 
 def test_supported_architectures_are_those_of_the_registry() -> None:

@@ -1,4 +1,4 @@
-"""The metrics of a cold-start benchmark, by the names that tables, JSON, the report and docs/benchmarks.md share."""
+"""The metrics of a cold-start benchmark. Tables, JSON, the report and docs/benchmarks/starts.md share their names."""
 
 from __future__ import annotations
 
