@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,22 @@ def slow(checkpoint: Path) -> Iterator[SlowRegion]:
 
 @pytest.fixture
 def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Iterator[Callable[..., Group]]:
-    """A loaded instance, and one that loads from the slow region."""
-    whole = SlowRegion(checkpoint)
-    whole.arrive("")
-    whole.finish()
+    """Make instances, of which the last one loads from the slow region."""
+    with ExitStack() as stack:
 
-    def make(**plan: Any) -> Group:
-        made = group("0:4", "0:4", **plan)
-        made.add(0, layers=None, mode="live", region=whole.region)
-        made.add(1, layers=None, mode="live", region=slow.region)
-        until(lambda: bool(made.leader.engine.stats()["paired"]))
-        return made
+        def make(*, mode: str = "live", instances: int = 2, **plan: Any) -> Group:
+            made = group(*["0:4"] * instances, **plan)
+            for rank in range(instances - 1):
+                whole = SlowRegion(checkpoint)
+                stack.callback(whole.filling.close)
+                whole.arrive("")
+                whole.finish()
+                made.add(rank, layers=None, mode=mode, region=whole.region)
+            made.add(instances - 1, layers=None, mode=mode, region=slow.region)
+            until(lambda: made.leader.engine.stats()["paired"] == instances - 1)
+            return made
 
-    yield make
-    whole.filling.close()
+        yield make
 
 
 def first_scores(answer: Any) -> list[float]:
@@ -235,8 +238,54 @@ def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None,
     made = group(*["0:4"] * (1 + prefilling), mode="disaggregated", gpu=gpu, **settings)
     for rank in range(1 + prefilling):
         made.add(rank, layers=None, mode="disaggregated")
-    until(lambda: made.leader.engine.stats()["paired"] == prefilling)
+    source: Any = made.leader.engine
+    until(lambda: [pair.loading for pair in source._pairs] == [False] * prefilling)
     return made
+
+
+def is_prefilling(worker: Served) -> bool:
+    return "prefilling" in [stage.name for stage in worker.timeline.stages()]
+
+
+def test_one_that_loads_gets_no_prompt_while_another_one_has_all_layers(
+    slow: SlowRegion, pair: Callable[..., Group], serve: Any
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=6).tokens for prompt in PROMPTS]
+    made = pair(mode="disaggregated", instances=3)
+    source: Any = made.leader.engine
+    until(lambda: [pair.loading for pair in source._pairs] == [False, True])
+    slow.arrive("embed")
+    answers = [made.leader.ask(prompt, max_tokens=6) for prompt in PROMPTS]
+    assert [answer.tokens for answer in answers] == expected  # though no layer comes
+    slow.arrive("")
+    slow.finish()
+    until(lambda: not any(pair.loading for pair in source._pairs))
+    assert is_prefilling(made.workers[2])
+    assert [answer.tokens for answer in [made.leader.ask(prompt, max_tokens=6) for prompt in PROMPTS]] == expected
+
+
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_one_that_will_prefill_runs_the_layers_that_it_has(
+    gpu: Any, slow: SlowRegion, pair: Callable[..., Group], serve: Any
+) -> None:
+    prompts = [*PROMPTS, [1] * 150] if gpu is None else PROMPTS[::6]
+    alone = serve(max_batched_tokens=100)
+    expected = [alone.ask(prompt, max_tokens=12).tokens for prompt in prompts]
+    made = pair(mode="disaggregated", gpu=gpu, max_batched_tokens=100)
+    target: Any = made.workers[1].engine
+    for number, part in enumerate(["embed", "layers.0.", "layers.1."]):
+        slow.arrive(part)
+        until(lambda number=number: target.loaded_layers() == number)  # type: ignore[misc]
+        answers = [made.leader.ask(prompt, max_tokens=12) for prompt in prompts]
+        assert [answer.tokens for answer in answers] == expected
+    until(lambda: made.leader.ask(prompts[0], max_tokens=1) and made.leader.engine.stats()["layers_helped"] > 0)
+    assert not is_prefilling(made.workers[1])
+    slow.arrive("")
+    slow.finish()
+    until(lambda: is_prefilling(made.workers[1]))
+    assert [made.leader.ask(prompt, max_tokens=12).tokens for prompt in prompts] == expected
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
 
 
 def test_others_prefill_prompts_that_are_longer_than_a_step(group: Callable[..., Group], serve: Any) -> None:

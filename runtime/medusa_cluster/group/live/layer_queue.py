@@ -31,6 +31,7 @@ class ZigZag:
     """First come, first served among batches whose next layer is there. An idle source gets the batch at the head."""
 
     def __init__(self, layers: int) -> None:
+        self._layers = layers
         self._queue = PullQueue((), layers)
 
     def add(self) -> int:
@@ -52,35 +53,31 @@ class ZigZag:
         return self._queue.done[batch]
 
 
-class _InOrder:
-    """A queue that hands batches over in the order in which they came."""
+class WholePrompts(ZigZag):
+    """A prefill instance's queue: each batch through all layers, in order, and then handed over (BlitzScale §5.4).
+
+    While the instance still loads, it relieves the source as in live scaling.
+    """
+
+    def pull(self, loaded: int) -> int | None:
+        if loaded == self._layers and self._queue.waiting and self.done(self._queue.waiting[0]) < loaded:
+            return None
+        return super().pull(loaded)
+
+
+class BestEffort:
+    """The paper's baseline: each batch once, in order, with the layers there when it begins, at most half of them."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._done: list[int] = []
+        self._goals: list[int] = []
         self._first = 0  # the first batch that has not been handed over
 
     def add(self) -> int:
         self._done.append(0)
-        return len(self._done) - 1
-
-    def layer_done(self, batch: int) -> None:
-        self._done[batch] += 1
-
-    def done(self, batch: int) -> int:
-        return self._done[batch]
-
-
-class BestEffort(_InOrder):
-    """The paper's baseline: each batch once, in order, with the layers there when it begins, at most half of them."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers)
-        self._goals: list[int] = []
-
-    def add(self) -> int:
         self._goals.append(0)
-        return super().add()
+        return len(self._done) - 1
 
     def next(self, loaded: int) -> int | None:
         for batch in range(self._first, len(self._done)):
@@ -92,6 +89,12 @@ class BestEffort(_InOrder):
                 return None
         return None
 
+    def layer_done(self, batch: int) -> None:
+        self._done[batch] += 1
+
+    def done(self, batch: int) -> int:
+        return self._done[batch]
+
     def pull(self, loaded: int) -> int | None:
         if self._first == len(self._done):
             return None
@@ -100,22 +103,6 @@ class BestEffort(_InOrder):
             return None
         self._first += 1
         return head
-
-
-class WholePrompts(_InOrder):
-    """A prefill instance's queue: each batch through all layers, in order, and then handed over (BlitzScale §5.4)."""
-
-    def next(self, loaded: int) -> int | None:
-        for batch in range(self._first, len(self._done)):
-            if self._done[batch] < self._layers:
-                return batch if self._done[batch] < loaded else None
-        return None
-
-    def pull(self, loaded: int) -> int | None:
-        if self._first == len(self._done) or self._done[self._first] < self._layers:
-            return None
-        self._first += 1
-        return self._first - 1
 
 
 def layer_queue(schedule: str, layers: int) -> LayerQueue:

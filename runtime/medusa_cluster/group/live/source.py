@@ -38,6 +38,7 @@ class _Pair:
         self.arrived: deque[Handover] = deque()
         self.pulled = False  # a pull has not been answered yet, or its answer is still in our inbox
         self.due = False  # a handover may come; the listening thread resets this
+        self.loading = True  # it lacks layers
         self.leaving = False  # it gets no more offers
 
     @property
@@ -118,7 +119,9 @@ class SourceEngine(TorchEngine):
         try:
             while (message := pair.channel.receive()) is not None:
                 if message.kind is Kind.HEARTBEAT:
-                    pair.leaving |= bool(message.values().get("leaving"))
+                    values = message.values()
+                    pair.loading = bool(values.get("loading"))
+                    pair.leaving |= bool(values.get("leaving"))
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 elif (handover := reader.take(message, self._cache)) is not None:
@@ -145,8 +148,12 @@ class SourceEngine(TorchEngine):
                 self._finish_or_lose(pair, pair.arrived.popleft())
                 worked = True
         busy = {span.sequence for pair in self._pairs for batch in pair.offered.values() for span in batch.spans}
-        helpful = [pair for pair in self._pairs if not pair.leaving]
-        spans = self._scheduler.schedule(busy, whole=self._most_whole if helpful else 0)
+        staying = [pair for pair in self._pairs if not pair.leaving]
+        # A prompt does not wait for layers that somebody has. Without such a partner, this instance is relieved by one
+        # that loads, and so computes at most a step at once.
+        loaded = [pair for pair in staying if not pair.loading]
+        helpful = loaded or staying
+        spans = self._scheduler.schedule(busy, whole=self._most_whole if loaded else 0)
         whole = [span for span in spans if _is_whole_prompt(span)] if helpful else []
         ours = [span for span in spans if span not in whole]
         for group in grouped(whole):

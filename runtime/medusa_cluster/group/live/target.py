@@ -137,14 +137,17 @@ class _Helper:
             idle = batch is None or not self._run_layer(batch)
 
     def _state(self) -> dict[str, Any]:
-        """Return what the source is told of this target, a few times a second: ``leaving``, it wants to be released."""
+        """Return what the source is told of this target, a few times a second.
+
+        ``loading``: it lacks layers. ``leaving``: it wants to be released.
+        """
         loaded = self._target._loader.applied
         if self._plan.mode == "live":
-            return {"leaving": loaded}
+            return {"loading": not loaded, "leaving": loaded}
         if loaded and not self._prefilling:
             self._prefilling = True
             self._target._timeline.mark("prefilling")
-        return {"leaving": self._is_released()}
+        return {"loading": not loaded, "leaving": self._is_released()}
 
     def _is_released(self) -> bool:
         """Return whether the group's file says that this target shall be an instance."""
