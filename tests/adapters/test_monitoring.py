@@ -127,7 +127,8 @@ def test_prometheus_takes_the_alerts() -> None:
 
 def test_each_line_of_the_log_is_an_object_that_names_its_request(tmp_path: Path) -> None:
     (tmp_path / "handler.py").write_text(
-        "import logging\n\n\ndef handle(request):\n    logging.getLogger('shop').warning('sold')\n    1 / 0\n"
+        "import logging, os\n\n\ndef handle(request):\n    logging.getLogger('shop').warning('sold')\n"
+        "    os.kill(os.getpid(), 9) if request.path == '/end' else 1 / 0\n"
     )
     command = ["serve", "--log-format", "json", "--host", "127.0.0.1", "--port", "0", "--node-socket", "none"]
     environ = plain_environ()
@@ -138,12 +139,17 @@ def test_each_line_of_the_log_is_an_object_that_names_its_request(tmp_path: Path
         request = urllib.request.Request(url, b"{}", {"X-Request-Id": "order-7"})
         with pytest.raises(urllib.error.HTTPError, match="500"):
             urllib.request.urlopen(request, timeout=60)
+        with pytest.raises(OSError, match=r"reset|closed"):
+            urllib.request.urlopen(f"{url}/end", timeout=60)
         process.terminate()
         lines = [json.loads(line) for line in process.stderr]
     assert {"time", "level", "process", "logger", "message"} <= set.intersection(*map(set, lines))
     of_request = [line for line in lines if line.get("request_id") == "order-7"]
     assert [(line["logger"], line["level"]) for line in of_request][:1] == [("shop", "warning")]
     assert "ZeroDivisionError" in of_request[1]["message"]
+    (ended,) = (line for line in lines if line["logger"] == "gunicorn.error")
+    said = "the worker ended (killed by SIGKILL), and with it the requests that were running"
+    assert (ended["message"], ended["level"]) == (said, "error")
     failed = subprocess.run([*started[:3], *command, "--model", "/nope"], env=environ, capture_output=True, text=True)
     assert failed.stdout == ""
     assert json.loads(failed.stderr.splitlines()[-1])["code"] == "Storage.NotFound"

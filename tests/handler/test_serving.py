@@ -224,6 +224,7 @@ def test_the_drain_ends(serve: Serve) -> None:
     served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
     assert served.stop() == 0
     connection.close()
+    assert "1 request had not ended within 0.5 s and will be cut off" in served.output()
 
 
 def test_sigterm_refuses_what_still_waits_for_the_start(serve: Serve) -> None:

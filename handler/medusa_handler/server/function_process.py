@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.liveness import Heartbeats, Watchdog
 
 from ..platform import Platform
@@ -40,12 +41,13 @@ def serve(
     probes = Probes(settings, platform, instance.region, instance.heartbeats)
     _publish_start(probes, instance, settings)
     instance.heartbeats.enter("function")
-    watchdog = Watchdog(instance.heartbeats)
+    watchdog, out_of_memory = Watchdog(instance.heartbeats), OutOfMemory()
+    out_of_memory.look()
     acceptor = ProbeAcceptor(
         listener,
         probes,
         read_timeout_s=settings.read_timeout_s,
-        tick=partial(_watch, watchdog, instance.heartbeats),
+        tick=partial(_watch, watchdog, instance.heartbeats, out_of_memory),
         max_body_bytes=settings.max_body_bytes,
         cors_origins=settings.cors_origins,
     )
@@ -64,6 +66,7 @@ def serve(
             probes,
             boot=lambda: _boot(instance, settings, platform, probes),
             starting=lambda: _publish_start(probes, instance, settings),
+            out_of_memory=out_of_memory,
         )
     _block_sigterm_during_forks()
     try:
@@ -113,9 +116,10 @@ def _publish_start(probes: Probes, instance: InstanceHandle, settings: Settings)
     probes.set_bodies_full(False)
 
 
-def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
+def _watch(watchdog: Watchdog, heartbeats: Heartbeats, out_of_memory: OutOfMemory) -> None:
     """Look at the worker, which is this process's child, and at the supervisor, which only the platform can replace."""
     heartbeats.beat("function")
+    out_of_memory.look()
     # A worker that was killed would take the connections of its clients with it, so a stopped one is continued.
     watchdog.look("worker", heartbeats.pid("worker"), os.getpid(), resume=True)
     watchdog.look("supervisor", heartbeats.pid("supervisor"), 0)
@@ -175,6 +179,10 @@ def _boot(
         deadline = time.monotonic() + settings.drain_s
         time.sleep(min(platform.linger_s, settings.drain_s))
         idle = service.admission.wait_idle(deadline - time.monotonic())
+        if not idle:
+            running = service.admission.in_flight
+            ended = f"{running} request{'s' * (running != 1)} had not ended within {settings.drain_s:g} s"
+            logger.warning("%s and will be cut off; --drain-s sets how long they may take", ended)
         if service.function is not None:
             service.function.close()
         if gateway.tracer is not None:

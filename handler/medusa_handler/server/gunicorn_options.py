@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
@@ -38,7 +41,9 @@ def threads(settings: Settings) -> int:
     return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
 
 
-def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats) -> dict[str, Any]:
+def options(
+    acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats, out_of_memory: OutOfMemory
+) -> dict[str, Any]:
     """Return gunicorn's settings: no timeout (a model may take long), no control socket, no access log."""
     return {
         "workers": 1,
@@ -62,15 +67,34 @@ def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats)
         "control_socket_disable": True,
         "loglevel": "warning",
         "accesslog": None,
+        "errorlog": None,  # what it reports is in our log
         "proc_name": "function",
-        "on_starting": partial(_listen_at, acceptor),
+        "on_starting": partial(_on_starting, acceptor, out_of_memory),
         "pre_fork": lambda arbiter, _worker: arbiter.app.starting(),
         "post_fork": partial(_in_worker, acceptor, heartbeats),
     }
 
 
-def _listen_at(acceptor: ProbeAcceptor, arbiter: Any) -> None:
+def _on_starting(acceptor: ProbeAcceptor, out_of_memory: OutOfMemory, arbiter: Any) -> None:
     arbiter.LISTENERS = [acceptor.handoff]  # gunicorn makes its own only where there are none
+    arbiter.log.error_log.propagate = True
+    arbiter.log.error_log.addFilter(_KilledWorker(out_of_memory))
+
+
+class _KilledWorker(logging.Filter):
+    """Rewords what gunicorn logs of a worker that a signal ended, and adds whether memory ran out."""
+
+    def __init__(self, out_of_memory: OutOfMemory) -> None:
+        super().__init__()
+        self._out_of_memory = out_of_memory
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("Worker (pid:%s) was sent %s!") and isinstance(record.args, tuple):
+            name = record.args[1]
+            how = self._out_of_memory.how(-signal.SIGKILL) if name == "SIGKILL" else f"killed by {name}"
+            record.msg, record.args = "the worker ended (%s), and with it the requests that were running", (how,)
+            record.levelno, record.levelname = logging.ERROR, "ERROR"
+        return True
 
 
 def _in_worker(acceptor: ProbeAcceptor, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from medusa_runtime.config import Settings
+    from medusa_runtime.limits import OutOfMemory
 
     from ..probes import Probes
     from .probe_acceptor import ProbeAcceptor
@@ -114,9 +115,10 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         *,
         boot: Callable[[], tuple[WsgiGateway, Callable[[], bool]]],
         starting: Callable[[], None],
+        out_of_memory: OutOfMemory,
     ) -> None:
         check_version()
-        self._options = options(acceptor, settings, probes.heartbeats)
+        self._options = options(acceptor, settings, probes.heartbeats, out_of_memory)
         self._boot = boot
         self.starting = starting
         self.heartbeats = probes.heartbeats
