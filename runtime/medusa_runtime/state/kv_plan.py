@@ -142,7 +142,7 @@ def plan_kv_cache(
         graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
     )
     if settings.kv_cache_mb is not None:
-        return _checked(_within(planned, settings.kv_cache_mb << 20), settings, remedy)
+        return _checked(_within(planned, settings.kv_cache_mb << 20), settings, "raise --kv-cache-mb")
     source = "computed"
     if recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
         if recorded.needed_bytes <= free_bytes:
@@ -161,7 +161,7 @@ def plan_kv_cache(
             graph_bytes=min(graph_bytes, planned.graph_bytes),
         )
         fitting = _within(planned, _room(planned, free_bytes))
-    return _checked(replace(fitting, source=source), settings, remedy)
+    return _checked(replace(fitting, source=source), settings, remedy, free_bytes)
 
 
 def plan_to_record(geometry: Geometry, settings: Settings, *, activation_bytes: int, graph_bytes: int = 0) -> KvPlan:
@@ -208,15 +208,22 @@ def _least(planned: KvPlan, settings: Settings) -> int:
     return planned.max_model_len if settings.max_model_len else min(planned.max_model_len, planned.block_tokens)
 
 
-def _checked(planned: KvPlan, settings: Settings, remedy: str) -> KvPlan:
-    """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little."""
+def _checked(planned: KvPlan, settings: Settings, remedy: str, free_bytes: int | None = None) -> KvPlan:
+    """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little.
+
+    ``free_bytes`` is what the size was calculated from; None if it was given.
+    """
     least = _least(planned, settings)
     if planned.tokens < least:
-        needed = -(-least // planned.block_tokens) * planned.block_bytes
-        raise ConfigError(
-            f"the KV cache has room for {planned.tokens} tokens ({planned.cache_bytes >> 20} MiB), but one sequence "
-            f"needs {least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or {remedy}"
-        )
+        sequence = -(-least // planned.block_tokens) * planned.block_bytes
+        found = f"the KV cache has room for {planned.tokens} tokens, but one sequence needs {least} ({_mib(sequence)})"
+        if free_bytes is not None:
+            found += (
+                f": expected {_mib(sequence + planned.overhead_bytes)} of free memory beside the weights "
+                f"({_mib(planned.overhead_bytes)} of it for all else), found {max(free_bytes, 0) >> 20} MiB"
+            )
+        shorter = "lower --max-model-len, or " if settings.max_model_len else ""
+        raise ConfigError(f"{found}; {shorter}{remedy}")
     if planned.tokens < planned.max_model_len:
         logger.warning(
             "the KV cache has room for %d tokens, so max_model_len is %d, not %d",
@@ -225,6 +232,10 @@ def _checked(planned: KvPlan, settings: Settings, remedy: str) -> KvPlan:
             planned.max_model_len,
         )
     return replace(planned, max_model_len=min(planned.max_model_len, planned.tokens))
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{-(-size_bytes >> 20)} MiB"
 
 
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:

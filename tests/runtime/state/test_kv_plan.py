@@ -103,9 +103,13 @@ def test_a_record_of_another_layout_is_not_used(caplog: pytest.LogCaptureFixture
 
 
 def test_too_little_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match="raise --kv-cache-mb"):
+    expected = (
+        r"the KV cache has room for 0 tokens, but one sequence needs 16 \(1 MiB\): expected 307 MiB of free memory "
+        r"beside the weights \(306 MiB of it for all else\), found 10 MiB; give the container more memory"
+    )
+    with pytest.raises(ConfigError, match=rf"^{expected}$"):
         planned(10 << 20, RECORDED)
-    with pytest.raises(ConfigError, match="one sequence needs 1024"):
+    with pytest.raises(ConfigError, match=r"one sequence needs 1024 .*MiB\); lower --max-model-len, or raise --kv-"):
         planned(GIB, max_model_len=1024, kv_cache_mb=3)
     with pytest.raises(ConfigError, match="expected at most 1024"):
         planned(GIB, max_model_len=2048)

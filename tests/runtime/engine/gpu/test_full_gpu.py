@@ -74,8 +74,9 @@ def test_without_memory_for_a_kv_cache_one_line_says_what_to_do(start: Callable[
             return 1 << 10
 
     expected = (
-        r"^the KV cache has room for 0 tokens \(0 MiB\), but one sequence needs \d+ \(1 MiB\); lower --max-model-len, "
-        r"raise --kv-cache-mb, or use a larger GPU, or end what else runs on this one$"
+        r"^the KV cache has room for 0 tokens, but one sequence needs \d+ \(1 MiB\): expected \d+ MiB of free memory "
+        r"beside the weights \(\d+ MiB of it for all else\), found 0 MiB; use a larger GPU, or end what else runs on "
+        r"this one$"
     )
     with pytest.raises(ConfigError, match=expected):
         start(NoCache(Recorder()), kv_cache_mb=None)
