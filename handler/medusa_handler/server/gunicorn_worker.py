@@ -222,6 +222,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
                 self.app.slow_clients.begin(conn.sock)
             return False
         conn.incoming.release()
+        conn.incoming.data = b""  # a client may have sent 64 KB, and a thousand may wait
         return True
 
     def notify(self) -> None:

@@ -175,13 +175,13 @@ class ProbeAcceptor:
             if state is RequestState.CLOSED:
                 connection.close()
             elif state is RequestState.TOO_LARGE:
-                self._refuse(connection, incoming.data, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
+                self._refuse(connection, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
             elif state is RequestState.NO_HTTP:
-                self._refuse(connection, incoming.data, 400, "expected an HTTP/1.1 request, found something else")
+                self._refuse(connection, 400, "expected an HTTP/1.1 request, found something else")
             elif state is RequestState.HEAD and self._probes.bodies_full:
                 # Refused here, because it would cost the worker thirty times as much.
                 message = "the memory for request bodies is taken; try again later"
-                self._refuse(connection, incoming.data, 503, message, "body_memory")
+                self._refuse(connection, 503, message, "body_memory")
             else:
                 self._waiting.append(connection)
 
@@ -212,22 +212,22 @@ class ProbeAcceptor:
         self._forget(connection)
         connection.close()
 
-    def _refuse(
-        self, connection: socket.socket, data: bytes, status: int, message: str, code: str = "bad_http"
-    ) -> None:
+    def _refuse(self, connection: socket.socket, status: int, message: str, code: str = "bad_http") -> None:
         kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
         error = {"message": message, "type": kind, "param": None, "code": code}
+        begun = b""
+        with contextlib.suppress(OSError):
+            # Take the bytes that have come: closing with unread bytes would reset the connection before the answer.
+            for _ in range(_MAX_DISCARDED):
+                if not (piece := connection.recv(1 << 16, socket.MSG_DONTWAIT)):
+                    break
+                begun = begun or piece
         cors_headers: Sequence[tuple[str, str]] = ()
         if self._cors_origins is not None:
             from .cors import headers_for_head  # most instances never need it
 
-            cors_headers = headers_for_head(self._cors_origins, data)
+            cors_headers = headers_for_head(self._cors_origins, begun)
         answer = _response(status, {"error": error}, lasting=False, only_head=False, more=cors_headers)
-        with contextlib.suppress(OSError):
-            # Take the bytes that have come: closing with unread bytes would reset the connection before the answer.
-            for _ in range(_MAX_DISCARDED):
-                if not connection.recv(1 << 16, socket.MSG_DONTWAIT):
-                    break
         with contextlib.suppress(OSError):
             connection.sendall(answer)
             connection.shutdown(socket.SHUT_WR)
@@ -275,12 +275,11 @@ class ProbeAcceptor:
 
     def _time_out(self, connection: socket.socket) -> None:
         """Close a connection that has not sent a whole request in time. If it has sent a part, it gets 408 first."""
-        incoming = self._pending[connection].incoming
-        begun = incoming.peeked_bytes
+        begun = self._pending[connection].incoming.peeked_bytes
         self._forget(connection)
         if begun:
             message = f"the request was not there within {self._read_timeout_s:g} s"
-            self._refuse(connection, incoming.data, 408, message)
+            self._refuse(connection, 408, message)
         else:
             connection.close()
 

@@ -249,6 +249,19 @@ def test_single_bytes_wake_nobody() -> None:
             assert incoming.peek() is RequestState.HEAD
 
 
+def test_what_waits_in_the_kernel_is_not_kept_twice() -> None:
+    """Thousands of connections may wait, and held up to 48 KB each."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        served = listener.accept()[0]
+        with served:
+            incoming = IncomingRequest(served)
+            client.sendall(POST + b"Content-Length: 16000\r\nX-Long: " + bytes(30_000) + b"\r\n\r\n" + BEGUN[400:])
+            while incoming.peek() is not RequestState.WHOLE:
+                assert incoming.data == b""
+                client.sendall(b"x")
+            assert len(incoming.data) > 46_000
+
+
 def test_a_request_that_begins_on_an_old_connection_has_its_own_time(serve: Serve) -> None:
     served = serve(handler="function/handler.py:anything", keepalive_s=1.0)
     with connect(served) as connection:
