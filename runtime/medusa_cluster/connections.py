@@ -1,7 +1,8 @@
-"""Limits on the connections of a gateway or node server that have not sent the head of a request yet.
+"""Limits on what the connections of a gateway or node server send beside the bodies of requests.
 
-A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. An instance
-has the same limit. aiohttp alone limits only how long a connection may send nothing.
+A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. A head may
+have 32 KiB. An instance has the same limits. aiohttp alone limits only how long a connection may send nothing, and
+takes two megabytes for the headers of each connection, and for the trailers of each body.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from medusa_runtime.resource_limits import LEAST_FILES, most_files
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _POLL_S = 1.0
-_TOO_SLOW = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
+_HEAD_BYTES = 32 << 10
+_HEAD_END = b"\r\n\r\n"
+_MOST_FRAMING = 8  # bytes for each byte of a body: in chunks of a single byte, it takes six in all
+_REFUSALS = {
+    408: ("Request Timeout", "the head came too slowly", "incomplete_head"),
+    431: ("Request Header Fields Too Large", f"the request's head is larger than {_HEAD_BYTES} bytes", "bad_http"),
+}
 _MOST_WAITING = 8192  # connections without a request; one more closes the oldest
 
 
@@ -46,7 +53,7 @@ class Connections:
             begun_before = time.monotonic() - self._read_timeout_s
             for connection in list(self._waiting):
                 if connection.since is not None and connection.since < begun_before:
-                    connection.close(timed_out=True)
+                    connection.close(408)
 
     def add_waiting(self, connection: _Connection) -> None:
         """Note that a connection has no request. Closes the oldest such connection if there are too many."""
@@ -66,7 +73,10 @@ class _Connection(asyncio.Protocol):
         self._inner = cast("asyncio.Protocol", inner)
         self._connections = connections
         self._transport: asyncio.Transport | None = None
-        self._has_request = False
+        self._request: web.Request | None = None  # until it is answered and its body has come
+        self._answered = False
+        self._received_bytes = 0  # of the head that is arriving, or since the request began
+        self._end: bytes | None = b""  # the last bytes of that head; None once all of it has come
         self.since: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -75,9 +85,36 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.since is None and not self._has_request:
-            self.since = time.monotonic()
+        if self._answered and self._request is not None and self._request.content.is_eof():
+            self._request, self._received_bytes = None, 0
+        request = self._request
+        if request is None and not self._takes_of_head(data):
+            self.close(431)
+            return
         self._inner.data_received(data)
+        if request is not None and request is self._request:
+            self._received_bytes += len(data)
+            most_bytes = _HEAD_BYTES + _MOST_FRAMING * request.content.total_bytes
+            # More are trailers, or requests ahead of this one's answer, unless aiohttp has yet to parse what came.
+            if self._received_bytes > most_bytes and self._transport is not None and self._transport.is_reading():
+                self.close()
+
+    def _takes_of_head(self, data: bytes) -> bool:
+        """Note bytes that come while there is no request. Return False if they make the head too large."""
+        if self.since is None:
+            self.since = time.monotonic()
+        if self._end is None:
+            return True  # the first bytes of a body
+        if not self._received_bytes:
+            data = data.lstrip(b"\r\n")  # empty lines before a request are no end of its head
+        beginning = self._end + data
+        size = self._received_bytes - len(self._end)
+        self._received_bytes += len(data)
+        if (found := beginning.find(_HEAD_END)) >= 0:
+            self._end = None
+            return size + found <= _HEAD_BYTES
+        self._end = beginning[1 - len(_HEAD_END) :]
+        return self._received_bytes <= _HEAD_BYTES
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
@@ -92,24 +129,27 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._inner.resume_writing()
 
-    def begin_request(self) -> None:
+    def begin_request(self, request: web.Request) -> None:
         """Note that a request's whole head has come."""
-        self._has_request, self.since = True, None
+        self._request, self._answered, self.since = request, False, None
+        self._received_bytes, self._end = 0, b""
         self._connections.remove_waiting(self)
 
     def end_request(self) -> None:
         """Note that the request has been answered."""
-        self._has_request = False
+        self._answered = True
         if self._transport is not None and not self._transport.is_closing():
             self._connections.add_waiting(self)
 
-    def close(self, *, timed_out: bool = False) -> None:
-        """Close the connection, with status 408 if its head has ``timed_out``."""
+    def close(self, status: int | None = None) -> None:
+        """Close the connection, with a ``status`` if its head comes too slowly (408) or is too large (431)."""
         self._connections.remove_waiting(self)
         assert self._transport is not None
-        if timed_out and not self._transport.is_closing():
-            body = json.dumps({"error": _TOO_SLOW | {"code": "incomplete_head"}}, separators=(",", ":")).encode()
-            head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        if status is not None and not self._transport.is_closing():
+            phrase, message, code = _REFUSALS[status]
+            error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+            body = json.dumps({"error": error}, separators=(",", ":")).encode()
+            head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self._transport.close()
 
@@ -120,7 +160,7 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
     connection = None if request.transport is None else request.transport.get_protocol()
     if not isinstance(connection, _Connection):
         return await handler(request)
-    connection.begin_request()
+    connection.begin_request(request)
     try:
         return await handler(request)
     finally:

@@ -1,4 +1,4 @@
-"""How long a gateway's clients may take to send the head of a request."""
+"""How long a gateway's clients may take to send the head of a request, and how much they may send beside bodies."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ def serve(scenario: Callable[[Connect], Awaitable[None]]) -> None:
         await asyncio.sleep(float(request.query.get("s", 0)))
         return web.Response(text="answered")
 
+    async def read(request: web.Request) -> web.Response:
+        with contextlib.suppress(ConnectionError):
+            return web.Response(text=f"answered {len(await request.read())}")
+        raise asyncio.CancelledError
+
     async def body() -> None:
         app = web.Application(middlewares=[track_request])
         app.router.add_get("/", answer)
+        app.router.add_post("/", answer)
+        app.router.add_post("/read", read)
         runner = web.AppRunner(app)
         await runner.setup()
         connections = Connections(runner.server, LIMIT_S)
@@ -85,6 +92,70 @@ def test_time_is_counted_for_heads_alone() -> None:
         assert (await reader.readuntil(b"answered")).startswith(b"HTTP/1.1 200")
         writer.write(HEAD[:9])
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+
+    serve(scenario)
+
+
+async def exchange(connect: Connect, *pieces: bytes) -> bytes:
+    """Send bytes, and return what comes back until the server closes the connection."""
+    reader, writer = await connect()
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        while piece := await reader.read(65536):
+            answer += piece
+    return answer
+
+
+LONG = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 8000) for number in range(100))
+POST = b"POST /read HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_large_head_is_refused_before_all_of_it_has_come() -> None:
+    """A thousand connections with a megabyte of headers each once took two gigabytes."""
+
+    async def scenario(connect: Connect) -> None:
+        for beginning in (HEAD[:-2], b"\r\n\r\n" + HEAD[:-2]):
+            answer = await exchange(connect, beginning, LONG[:20_000], LONG[:20_000])
+            assert answer.startswith(b"HTTP/1.1 431 "), answer
+            assert answer.endswith(b'"code":"bad_http"}}')
+            for pieces in ((beginning, LONG), (beginning + LONG,), (beginning + LONG + b"\r\n",)):
+                # The connection may be reset before the answer is read, since more is on its way.
+                assert await exchange(connect, *pieces) in (b"", answer)
+        answer = await exchange(connect, HEAD[:-2] + LONG[:30_000], b"\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+    serve(scenario)
+
+
+def test_headers_behind_a_body_and_requests_ahead_of_an_answer_are_bounded() -> None:
+    async def scenario(connect: Connect) -> None:
+        assert b"answered" not in await exchange(connect, CHUNKED, b"1\r\na\r\n0\r\n", LONG)
+        ahead = HEAD.replace(b"/ ", b"/?s=20 ")
+        assert b"answered" not in await exchange(connect, ahead, HEAD[:-2] + LONG)
+
+    serve(scenario)
+
+
+def test_bodies_of_any_size_and_framing_are_taken() -> None:
+    async def scenario(connect: Connect) -> None:
+        large = bytes(900_000)
+        for pieces in (
+            (POST + b"Content-Length: 900000\r\n\r\n", large),
+            (POST + b"Content-Length: 900000\r\n\r\n" + large,),
+            (CHUNKED, b"1\r\na\r\n" * 900_000, b"0\r\n\r\n"),
+            (CHUNKED + b"DBBA0\r\n" + large + b"\r\n0\r\n\r\n",),
+        ):
+            answer = await exchange(connect, *pieces)
+            assert answer.endswith(b"answered 900000"), answer
+        unread = POST.replace(b"/read", b"/").replace(b"close", b"keep-alive") + b"Content-Length: 900000\r\n\r\n"
+        answer = await exchange(connect, unread, *[large[:90_000]] * 10, POST + b"Content-Length: 1\r\n\r\na")
+        assert answer.count(b"HTTP/1.1 200 ") == 2, answer
+        assert b"431" not in answer
 
     serve(scenario)
 

@@ -13,6 +13,7 @@ from medusa_runtime.models.backend import backend
 from medusa_runtime.models.llama import LlamaConfig
 from medusa_runtime.models.registry import family
 from medusa_runtime.models.sentences import SentenceEncoderSettings
+from medusa_runtime.models.transformers.config import verify
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +50,28 @@ def test_reads_what_an_engine_asks() -> None:
         with pytest.raises(ConfigError, match="expected eos_token_id to be a token id or a list"):
             llama(eos_token_id=wrong)
     assert llama().num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**6},
+        {"num_labels": 10**6},
+        {"head_dim": 2**24},
+        {"max_position_embeddings": 2**28},
+        {"num_experts": 10**6},
+        {"part": {"encoder_layers": 10**6}},
+    ],
+)
+def test_transformers_is_not_given_a_size_that_no_model_has(changes: dict[str, Any]) -> None:
+    """It made lists and tensors of such sizes, for gigabytes, before it or we refused them."""
+    pytest.importorskip("transformers")
+    [name] = changes
+    for architecture in ("Gemma2ForCausalLM", "XLMRobertaForSequenceClassification"):
+        raw = LLAMA | {"architectures": [architecture]}
+        verify(raw)
+        with pytest.raises(ConfigError, match=f"expected {name if name != 'part' else 'encoder_layers'} to be at most"):
+            verify(raw | changes)
 
 
 def test_old_and_new_forms_of_rope_are_one() -> None:
