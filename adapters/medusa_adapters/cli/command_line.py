@@ -238,8 +238,10 @@ def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"{argv[0]!r} is no command{_suggestion(argv[0], names) or '.'} Expected one of {', '.join(names)}"
         )
-    parser.parse_args(argv)
-    raise ConfigError("expected the command first: medusa COMMAND …; see medusa --help")
+    if argv[0] in ("-h", "--help", "-V", "--version"):
+        parser.parse_args(argv)
+    flag = argv[0].partition("=")[0]  # the value may be a secret
+    raise ConfigError(f"expected a command before {flag}, such as medusa serve {flag} …; see medusa --help")
 
 
 def _parser(command: tuple[str, str, str]) -> _Parser:

@@ -138,8 +138,8 @@ def _files() -> Iterator[Finding]:
 def _compiler() -> Iterator[Finding]:
     compiler = os.environ.get("CC") or "cc"
     found = shutil.which(compiler)
-    advice = "" if found else "only building from source needs it: apt-get install gcc, or set CC"
-    yield Finding("ok" if found else "warn", "compiler", found or f"{compiler} was not found", advice)
+    why = "only building from source needs it: apt-get install gcc, or set CC"
+    yield Finding("ok", "compiler", found) if found else Finding("-", "compiler", f"{compiler} was not found; {why}")
 
 
 def _packages() -> Iterator[Finding]:

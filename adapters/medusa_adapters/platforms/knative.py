@@ -62,6 +62,7 @@ def _receive(request: Request) -> Request:
     """Return a request whose event, if it has one, is in binary mode. Raises HttpError 400, and 415 for a batch."""
     if not _is_event(request):
         return request
+    from medusa_handler.cloud_event import refusal
     from medusa_handler.contract import Headers, HttpError
 
     try:
@@ -79,7 +80,7 @@ def _receive(request: Request) -> Request:
             return request
         message = to_binary_event(event)
     except Exception as error:  # noqa: BLE001 the package's own errors, and those of its parsers: all mean a bad event
-        raise HttpError(400, f"expected a CloudEvent 1.0: {type(error).__name__}: {error}") from None
+        raise HttpError(400, f"expected a CloudEvent 1.0{refusal(error)}") from None
     if (longest := max(map(len, message.headers.values()))) > _LONGEST_ATTRIBUTE:
         raise HttpError(400, f"expected attributes of at most {_LONGEST_ATTRIBUTE} bytes, found one of {longest}")
     kept = {name: value for name, value in headers.items() if name not in ("content-type", "content-length")}

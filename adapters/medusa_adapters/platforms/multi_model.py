@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.config import to_env
+from medusa_runtime.errors import json_excerpt
 from medusa_runtime.process import terminate
 
 if TYPE_CHECKING:
@@ -125,9 +126,10 @@ class ModelHost:
         from medusa_handler.contract import HttpError
 
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise HttpError(400, f"model_name: expected up to 256 letters, digits, '.', '_' and '-', found {name!r}")
+            expected = "model_name: expected up to 256 letters, digits, '.', '_' and '-'"
+            raise HttpError(400, f"{expected}, found {json_excerpt(name)}")
         if not isinstance(url, str) or not url.startswith("/") or "\0" in url or not Path(url).is_dir():
-            raise HttpError(400, f"url: expected the full path of a folder in this container, found {url!r}")
+            raise HttpError(400, f"url: expected the path of a folder in this container, found {json_excerpt(url)}")
         _check_memory(Path(url))
         with self._lock:
             if name in self._loaded:

@@ -11,7 +11,7 @@ from typing import Any, get_origin
 
 from medusa_runtime.errors import HandlerLoadError
 
-from ..cloud_event import is_cloud_event_class
+from ..cloud_event import is_cloud_event_class, refusal
 from ..contract import Context, HttpError, Request
 from .loader import PRIVATE_MODULE
 
@@ -131,4 +131,4 @@ def _cloud_event(kind: Any, request: Request) -> Any:
         package = importlib.import_module(kind.__module__.rpartition(".")[0])
         return package.from_http(headers, request.body)
     except Exception as error:  # noqa: BLE001 the package's own errors, none of them the server's fault
-        raise HttpError(400, f"expected a CloudEvent: {type(error).__name__}: {error}") from None
+        raise HttpError(400, f"expected a CloudEvent{refusal(error)}") from None

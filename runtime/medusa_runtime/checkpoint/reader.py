@@ -339,7 +339,9 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
         wanted = json.loads(text)["weight_map"]
         items = list(wanted.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError(f"{what}: expected JSON with a weight_map, found {text[:80]!r}") from None
+        raise CorruptError(
+            f"{what}: expected JSON with a weight_map, found {text[:80].decode(errors='replace')!r}"
+        ) from None
     suffix = ".bin" if what == PYTORCH_INDEX else ".safetensors"
     for tensor, name in items:
         if not isinstance(name, str) or not name.endswith(suffix):

@@ -82,6 +82,7 @@ def test_a_bad_flag_and_a_bad_variable_are_named() -> None:
 
 def test_unknown_commands_and_flags_are_refused() -> None:
     assert "'server' is no command; did you mean serve? Expected one of" in refused("server")
+    assert "expected a command before --token, such as medusa serve --token …; see" in refused("--token=x", "serve")
     assert "--modle; did you mean --model? see medusa serve --help" in refused("serve", "--modle", "x")
     wrong = refused("deploy", "knative", "f", "--imgae", "x")
     assert "--imgae x; did you mean --image? see medusa deploy knative --help" in wrong

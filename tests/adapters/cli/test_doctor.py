@@ -51,6 +51,14 @@ def test_a_temporary_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytes
     assert "TMPDIR" in finding.advice
 
 
+def test_a_missing_compiler_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images have none, and need none."""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    (finding,) = doctor._compiler()
+    assert (finding.level, finding.advice) == ("-", "")
+    assert finding.found.startswith("no-such-compiler was not found; only building from source needs it")
+
+
 @pytest.mark.parametrize(
     ("limit", "level"), [("-n 40", "fail"), ("-n 500", "warn"), ("-Sn 500", "ok"), ("-v 300000", "fail")]
 )

@@ -85,6 +85,7 @@ def test_models_that_cannot_be_loaded(host: Any, tmp_path: Path) -> None:
         answer = host.request("POST", "/models", body)
         assert answer.status == status, answer.body
         assert answer.json["error"]
+    assert host.request("POST", "/models", {"url": "x"}).json["error"]["message"].endswith("'-', found nothing")
     assert host.request("POST", "/models", b"{").status == 400
     assert host.request("GET", "/models").json == {"models": []}
     assert host.request("POST", "/invocations", b"{}").status == 404

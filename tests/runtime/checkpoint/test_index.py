@@ -198,7 +198,7 @@ def test_a_folder_of_diffusers(tmp_path: Path, safetensors_file: Make) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"weight_map": ' + "[" * 100_000, "expected JSON with a weight_map"),
+        ('{"weight_map": ' + "[" * 100_000, 'expected JSON with a weight_map, found \'{"weight_map": '),
         ('{"weight_map": {"a": "\\ud800.safetensors"}}', "half of a character"),
         ('{"weight_map": {"a": "a\\nERROR: all is lost.safetensors"}}', "a character that cannot be shown"),
         (json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(10_001)}}), "at most 10000 shards"),
