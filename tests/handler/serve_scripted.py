@@ -6,6 +6,7 @@ Its model says "w0 w1 w2 …", one word a token. What happens when is scripted t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import medusa_vllm  # noqa: F401 - registers the engine that has an HTTP server of its own
 from medusa_handler.server import gunicorn_options
 from medusa_handler.server.function_process import serve
+from medusa_handler.user_code import function
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, Embedding, EngineInfo, GenerateRequest, TokenLogprob
 from medusa_runtime.errors import ContextLengthError, EngineError, MedusaError, OverloadedError
@@ -199,9 +201,11 @@ class Handle:
 
 
 def main(arguments: list[str]) -> None:
+    logging.basicConfig(level="INFO", format="%(levelname)s: %(message)s")
     options = json.loads(arguments[0])
     with_engine, ready, token_s = options.pop("engine", True), options.pop("ready", True), options.pop("token_s", 0.0)
     gunicorn_options.KEEPALIVE_S = options.pop("keepalive_s", gunicorn_options.KEEPALIVE_S)
+    function._SLOW_S = options.pop("slow_s", function._SLOW_S)
     files, http_port = options.pop("files", {}), options.pop("http_port", 0)
     architecture = options.pop("architecture", "Words")
     if http_port:

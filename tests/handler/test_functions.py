@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import http.client
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,14 @@ def test_a_class_with_a_lifecycle(serve: Serve) -> None:
     assert served.request("POST", "/", b"hi", TEXT)[1] == b"at most 3: hi!"
     assert served.stop() == 0
     assert (served.log.parent / "closed").exists()
+
+
+def test_code_that_loads_for_long_is_reported_with_its_place(serve: Serve) -> None:
+    served = serve(handler="slow_load/handler.py:Handler", slow_s=0.2)
+    served.until(lambda: "has been loading for 0.2 s, and requests wait for it; it is at " in served.output())
+    assert re.search(r"slow_load/handler\.py, line [89]\n", served.output())
+    (served.log.parent / "go").touch()
+    assert served.request("POST", "/", b"")[1] == b"loaded"
 
 
 def test_asynchronous_code_runs_in_one_loop(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ..disconnection import current_disconnect_check
 from .code import UserCode
 from .loop import EventLoop
 from .model import Model
-from .user_traceback import log_cause, user_traceback
+from .user_traceback import log_cause, place_in_user_code, user_traceback
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ..model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+_SLOW_S = 30.0  # a load that takes longer is reported once
 
 
 class UserFunction:
@@ -66,6 +69,10 @@ class UserFunction:
 
     def load(self) -> None:
         """Import the user's code and run its ``load``. An error ends the instance with one message."""
+        slow = threading.Timer(_SLOW_S, self._report_slow, (threading.get_ident(),))
+        slow.daemon = True
+        with contextlib.suppress(RuntimeError):  # no further thread can be started
+            slow.start()
         try:
             with self._timeline.stage("handler"):
                 self._load_or_fail()
@@ -75,6 +82,13 @@ class UserFunction:
         else:
             self._loaded.set()
             self._on_loaded()
+        finally:
+            slow.cancel()
+
+    def _report_slow(self, thread: int) -> None:
+        place = place_in_user_code(thread, __file__)
+        at = f"; it is at {place}" if place else ""
+        logger.info("%s has been loading for %g s, and requests wait for it%s", self._settings.handler, _SLOW_S, at)
 
     def _load_or_fail(self) -> None:
         """Raise a MedusaError for anything that loading raises, or the function would never be ready, nor fail."""

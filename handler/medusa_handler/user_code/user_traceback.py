@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from medusa_runtime.errors import MedusaError
 logger = logging.getLogger(__name__)
 
 _OUR_FOLDERS = (Path(__file__).parents[1], Path(medusa_runtime.__file__).parent)
+_STANDARD_LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
 _OURS = (*(f"{folder}{os.sep}" for folder in _OUR_FOLDERS), "<frozen importlib.", importlib.__file__)
 
 
@@ -39,6 +41,18 @@ def user_traceback(error: BaseException, folder: Path | None = None) -> str:
     if isinstance(error, AttributeError) and error.obj is None and error.name in MODEL_METHODS:
         text += "\ncontext.model is None without a model: expected --model URL"
     return text
+
+
+def place_in_user_code(thread: int, ours: str) -> str | None:
+    """Return the line of user code that a thread has come to, from the code in our file ``ours``; None if unknown."""
+    found, frame = None, sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename != ours:
+        if not is_ours(frame.f_code.co_filename):
+            found = frame
+        frame = frame.f_back
+    if frame is None or found is None or found.f_code.co_filename.startswith(_STANDARD_LIBRARY):
+        return None
+    return f"{found.f_code.co_filename}, line {found.f_lineno}"
 
 
 def log_cause(error: MedusaError, folder: Path | None) -> None:
