@@ -23,6 +23,7 @@ from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.gpus import visible_gpus
 from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances
+from medusa_cluster.node.metrics_reader import MetricsReader
 from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.processes.stopped import StoppedProcesses
 from medusa_cluster.node.settings import NodeServerSettings
@@ -88,7 +89,7 @@ async def run(settings: NodeServerSettings) -> None:
     operations = Operations(settings, agent, instances, line, peers, pacer)
     listener = NodeHttpServer(settings, access, Forwarder(instances), line, peers.routes())
     control = JsonLinesServer(settings.control_socket, operations.answer)
-    works = [TimelineReader(instances).run(), end_stopped()]
+    works = [TimelineReader(instances).run(), MetricsReader(instances).run(), end_stopped()]
     if settings.is_head:
         cluster = Cluster(Neighbours(settings.folder.parent), settings.folder / "controller.json")
         await JsonLinesServer(settings.controller_socket, cluster.answer).start()

@@ -105,6 +105,7 @@ class VllmEngine:
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
         self._steps = 0
+        self._prefilled = 0  # tokens of prompts that the step under way has ended
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if self._is_pooling:
@@ -255,7 +256,7 @@ class VllmEngine:
             self._requests.end(sequence, "error", RequestError(f"vLLM refuses the request: {error}"))
 
     def _step(self) -> None:
-        start_ns = time.monotonic_ns()
+        start_ns, self._prefilled = time.monotonic_ns(), 0
         try:
             executed = self._core.run_step()
         except Exception as error:
@@ -265,6 +266,8 @@ class VllmEngine:
         if executed and self._steps == 0:
             self._first_forward(start_ns)
         self._steps += executed
+        # Of a prompt that takes several steps, the last one has computed a part.
+        self._requests.note_prefill(min(self._prefilled, self._settings.max_batched_tokens), start_ns)
 
     def _first_forward(self, start_ns: int) -> None:
         self._timeline.record("first_forward", start_ns, time.monotonic_ns())
@@ -282,6 +285,8 @@ class VllmEngine:
             self._structured.install(self._core)
 
     def _deliver(self, sequence: Sequence, output: Any) -> None:
+        if len(sequence.tokens) == sequence.prompt_length:
+            self._prefilled += sequence.prompt_length
         for position, token in enumerate(output.new_token_ids):
             delta = self._requests.add_token(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:

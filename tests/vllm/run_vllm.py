@@ -64,6 +64,7 @@ def ours(checkpoint: str, kernels: str, *, host_weights: str = "keep") -> dict[s
         "stages": sorted({stage.name for stage in timeline.stages()}),
         "shared_parameter_bytes": shared,
         "compilations": engine.stats().get("compilations_total"),
+        "prefill_tokens_per_s": engine.stats()["prefill_tokens_per_s"],
         "held_bytes": os.fstat(region.fd).st_blocks * 512,
     }
 

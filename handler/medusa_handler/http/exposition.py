@@ -22,6 +22,7 @@ _ENGINE_TEXTS = {
     "kv_tokens": "Tokens that the KV cache has room for.",
     "kv_tokens_used": "Tokens that the KV cache holds.",
     "prompt_tokens_total": "Tokens of prompts processed since the engine started.",
+    "prefill_tokens_per_s": "The most tokens of prompts that a step has computed in a second.",
     "generated_tokens_total": "Tokens generated since the engine started.",
     "embeddings_total": "Texts turned into vectors since the engine started.",
     "preemptions_total": "Requests put back to wait because the KV cache was full.",

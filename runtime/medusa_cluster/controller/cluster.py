@@ -106,6 +106,8 @@ class Cluster:
                     instance.set_group(item["group"])
                 self.state.instances[instance_id] = instance
             instance.confirmed, instance.running = True, int(item.get("running", 0))
+            instance.kv_use = float(item.get("kv_use", 0.0))
+            self._learn_rate(node, instance, float(item.get("prefill_tokens_per_s", 0.0)))
             instance.version = item.get("version") or ""
             if item.get("pair"):
                 instance.set_pair(item["pair"])
@@ -134,6 +136,12 @@ class Cluster:
             self.state.record_event("node-refused", text, node=node.name)
         (self._claiming.add if foreign else self._claiming.discard)(node.name)
         return {name: item for name, item in shown.items() if name not in foreign}
+
+    def _learn_rate(self, node: KnownNode, instance: KnownInstance, tokens_per_s: float) -> None:
+        """Learn how many tokens of prompts an instance computes in a second at most."""
+        deployment = self.state.deployments.get(instance.model)
+        if deployment is not None:
+            self.models.learn_rate(deployment.url, node.processor(deployment.device), tokens_per_s)
 
     def _learn_start(self, node: KnownNode, instance: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""

@@ -33,8 +33,8 @@ class Loads:
                 total = sums.setdefault(model, {})
                 for name in ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s"):
                     total[name] = total.get(name, 0.0) + float(load.get(name) or 0)
-                for name in ("kv_use", "longest_wait_s"):
-                    total[name] = max(total.get(name, 0.0), float(load.get(name) or 0))
+                longest_wait_s = float(load.get("longest_wait_s") or 0)
+                total["longest_wait_s"] = max(total.get("longest_wait_s", 0.0), longest_wait_s)
                 if load.get("waiting") or load.get("running") or load.get("decoded_per_s"):
                     self._last_request[model] = now
         return {
@@ -44,7 +44,6 @@ class Loads:
                 tokens_per_s=total.get("tokens_per_s", 0.0),
                 prefilled_per_s=total.get("prefilled_per_s", 0.0),
                 decoded_per_s=total.get("decoded_per_s", 0.0),
-                kv_use=total.get("kv_use", 0.0),
                 longest_wait_s=total.get("longest_wait_s", 0.0),
                 last_request_s=self._last_request.get(model, -math.inf),
             )

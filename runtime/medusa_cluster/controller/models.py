@@ -27,6 +27,7 @@ _MOST_DESCRIBING = 8
 _FAILED_TRIES = 2  # after which a model counts as one that no node can describe
 _LONGEST_REASON = 300
 _KEPT_STARTS = 8
+_NOTED = 1.1  # how many times larger than the known one a rate has to be, so that models seldom change
 _AVOIDED_S = 60.0  # how long groups are avoided after one that could not be formed
 # The assumed stages of a start with a warm engine process, until the first starts have been seen.
 _BEGINS_S, _PREFILL_S, _DECODE_S = 0.5, 0.2, 0.05
@@ -50,6 +51,7 @@ class KnownModel:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_KEPT_STARTS))
     )
     last: Processor = field(default_factory=Processor)
+    prefill_tokens_per_s: dict[Processor, float] = field(default_factory=dict)  # of prompts, that an instance computes
     no_groups_until: float = 0.0
 
     def measured(self, processor: Processor) -> Measured:
@@ -210,6 +212,20 @@ class Models:
             model.starts[model.last].append(durations)
         return durations["ttft_s"] > 0
 
+    def learn_rate(self, url: str, processor: Processor, tokens_per_s: float) -> None:
+        """Note how many tokens of prompts one instance was seen to compute in a second. The most counts."""
+        model = self._known.get(url)
+        if model is not None and tokens_per_s > _NOTED * model.prefill_tokens_per_s.get(processor, 0.0):
+            model.prefill_tokens_per_s[processor] = tokens_per_s
+
+    def prefill_tokens_per_s(self, url: str) -> float:
+        """Return how many tokens of prompts an instance computes in a second where the newest start was.
+
+        0 if that is not known.
+        """
+        model = self._known.get(url)
+        return 0.0 if model is None else model.prefill_tokens_per_s.get(model.last, 0.0)
+
     def starts(self, url: str) -> list[dict[str, Any]]:
         """Return the newest cold starts for the status, with predicted and actual times."""
         found = self._known[url].starts.values() if url in self._known else ()
@@ -219,11 +235,14 @@ class Models:
     def learned(self, url: str) -> dict[str, float]:
         """Return the times in seconds by which a start is predicted where the newest one was, under ParaServe's names.
 
-        Empty for an unknown model.
+        And the most tokens of prompts that an instance there has computed in a second, once that is known. Empty for an
+        unknown model.
         """
         if url not in self._known:
             return {}
         measured = self._known[url].measured(self._known[url].last)
         times, hop_s = measured.times, measured.hop_s
         found = {"t_c": times.container_s + times.device_s, "t_p": times.prefill_s, "t_d": times.decode_s}
+        rate = self.prefill_tokens_per_s(url)
+        found |= {"prefill_tokens_per_s": rate} if rate else {}
         return found if hop_s is None else found | {"t_n": hop_s}

@@ -124,6 +124,7 @@ class KnownInstance:
     state: str  # starting, ready, draining
     since: float  # seconds since the epoch
     running: int = 0
+    kv_use: float = 0.0  # the part of its KV cache that is in use, 0 to 1
     confirmed: bool = False  # the node has shown it in a status
     role: str = "both"
     version: str = ""  # of the model that it has loaded; "" until its node knows

@@ -124,6 +124,8 @@ _STATUS: dict[str, Check] = {
         {"id": _text, "model": _text, "state": _text, "since": _number},
         {
             "running": _number,
+            "kv_use": lambda value: _number(value) and value <= 1,
+            "prefill_tokens_per_s": _number,
             "version": _text_or_none,
             "group": lambda value: not value or _GROUP(value),
             "pair": lambda value: not value or _PAIR(value),

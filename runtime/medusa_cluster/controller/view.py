@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from ..deployment import DEVICES, GPU_GROUP_ENGINES, Deployment
 from ..policy import state as policy
@@ -48,8 +49,20 @@ def policy_state(
             name: _policy_deployment(item, state, models, live, alive, processors[item.device])
             for name, item in state.deployments.items()
         },
-        loads=dict(loads),
+        loads=_with_kv_use(loads, state.instances.values()),
     )
+
+
+def _with_kv_use(loads: Mapping[str, policy.Load], instances: Iterable[KnownInstance]) -> dict[str, policy.Load]:
+    """Add to the loads which part of the KV blocks is in use, of all instances that have requests of their own."""
+    uses: dict[str, list[float]] = {}
+    for item in instances:
+        if item.state == "ready" and not item.loading and item.role != "prefill":
+            uses.setdefault(item.model, []).append(item.kv_use)
+    return {
+        name: replace(load, kv_use=sum(uses[name]) / len(uses[name])) if name in uses else load
+        for name, load in loads.items()
+    }
 
 
 def _policy_node(
@@ -172,6 +185,7 @@ def _policy_deployment(
         layers=models.layers(item, time.monotonic()),
         times=models.times(item.url),
         measured=models.measured(item.url, processors),
+        tokens_per_s=models.prefill_tokens_per_s(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
         device_kind=item.device_kind,
         device=item.device,

@@ -35,6 +35,7 @@ class _Waiter:
     future: asyncio.Future[Lease]
     cost: float
     avoid: frozenset[str]
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -180,6 +181,11 @@ class Dispatch:
 
     def waiting(self, name: str) -> int:
         return len(self._models[name].waiting) if name in self._models else 0
+
+    def longest_wait_s(self, name: str) -> float:
+        """Return how long the request of a model has waited that waits for the longest. 0 if none waits."""
+        now = time.monotonic()
+        return now - min((waiter.since for waiter in self._models[name].waiting), default=now)
 
     def gauges(self) -> dict[str, dict[str, float]]:
         """Return waiting and running requests, and ready and starting instances: name of the gauge → model → value."""

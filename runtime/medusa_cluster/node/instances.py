@@ -52,6 +52,8 @@ class RunningInstance:
     since: float = field(default_factory=time.time)
     child: Child | None = None
     running: int = 0  # requests that the node server forwards to it now
+    kv_use: float = 0.0  # the part of its KV cache that was in use when that was looked at; see metrics_reader.py
+    prefill_tokens_per_s: float = 0.0  # of prompts, at most; 0: not known yet
     first_request_ns: int | None = None  # when the first POST came, by the monotonic clock
     version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
     failure: str | None = None
@@ -310,6 +312,8 @@ class Instances:
                 "state": instance.state,
                 "since": instance.since,
                 "running": instance.running,
+                "kv_use": round(instance.kv_use, 2) if instance.running else 0.0,
+                "prefill_tokens_per_s": round(instance.prefill_tokens_per_s),
                 "version": instance.version,
                 "device": instance.deployment.device,
                 "gpus": 0 if instance.gpus is None else len(instance.gpus.names),

@@ -26,6 +26,7 @@ from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .http_server import NodeHttpServer
 from .instances import Instances
+from .metrics_reader import MetricsReader
 from .operations import Operations
 from .processes.child import OUT_OF_MEMORY, Child, RestartingChild, end_orphans
 from .processes.guard import reap_orphans
@@ -129,7 +130,8 @@ class NodeServer:
         self._ray.begin()
         self._watchdog.start()
         actor = PingWatchdog("the node actor", settings.actor_socket, _HUNG_S)
-        works = (self._watch_processes(), self._announce_ready(), TimelineReader(self._instances).run(), actor.run())
+        readers = (TimelineReader(self._instances).run(), MetricsReader(self._instances).run())
+        works = (self._watch_processes(), self._announce_ready(), *readers, actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:

@@ -40,16 +40,21 @@ def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> 
 def test_loads_are_summed_and_die_with_their_gateway() -> None:
     loads = Loads()
     gateways = [
-        Gateway("a", None, 0, 10.0, {"m": {"waiting": 1, "running": 2, "kv_use": 0.5}}),
+        Gateway("a", None, 0, 10.0, {"m": {"waiting": 1, "running": 2, "longest_wait_s": 0.5}}),
         Gateway(
-            "b", None, 0, 10.0, {"m": {"waiting": 2, "kv_use": 0.7, "tokens_per_s": 5, "prefilled_per_s": 4}, "n": {}}
+            "b",
+            None,
+            0,
+            10.0,
+            {"m": {"waiting": 2, "longest_wait_s": 0.7, "tokens_per_s": 5, "prefilled_per_s": 4}, "n": {}},
         ),
         Gateway("gone", None, 0, 5.0, {"m": {"waiting": 100}}),
         Gateway("late", None, 0, 10.0, {"removed": {"waiting": 1}}),
     ]
     found = loads.summed(gateways, 10.5, ("m", "n"))
     load = found["m"]
-    assert (load.waiting, load.running, load.tokens_per_s, load.prefilled_per_s, load.kv_use) == (3, 2, 5, 4, 0.7)
+    assert (load.waiting, load.running, load.tokens_per_s, load.prefilled_per_s) == (3, 2, 5, 4)
+    assert load.longest_wait_s == 0.7
     assert load.last_request_s == 10.5
     assert found["n"].last_request_s == -math.inf
     assert set(found) == {"m", "n"}

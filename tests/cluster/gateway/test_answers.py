@@ -320,6 +320,7 @@ def test_many_clients_and_two_gateways_share_the_instances(
         "tokens_per_s",
         "prefilled_per_s",
         "decoded_per_s",
+        "longest_wait_s",
     }
 
 

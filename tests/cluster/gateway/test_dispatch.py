@@ -101,8 +101,10 @@ def test_requests_wait_for_room_in_the_order_in_which_they_came() -> None:
             await lease(dispatch)
             got.append(number)
 
+        assert dispatch.longest_wait_s("m") == 0
         tasks = [asyncio.create_task(wait(number)) for number in range(3)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert 0.1 <= dispatch.longest_wait_s("m") < 10
         for one in held[:3]:
             dispatch.release(one)
             await asyncio.sleep(0.01)

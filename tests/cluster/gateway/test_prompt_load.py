@@ -16,7 +16,7 @@ from medusa_cluster.gateway.metrics import ModelMetrics, Rate
 from medusa_handler.http import openapi
 from waiting import until
 
-_LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
+_LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s", "longest_wait_s")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,26 @@ def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
     assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})[0] == 200
 
 
+def test_a_full_cache_brings_another_instance(nodes: Nodes, gateway: GatewayProcess) -> None:
+    """There is room for many more requests at once, but not for their keys and values."""
+    head, _ = nodes
+    settings = {"max_concurrency": "64", "kv_cache_mb": "1"}  # 512 tokens
+    head.call("deploy", name=NAME, url=str(MODEL), min=0, max=2, settings=settings)
+    asked = {"model": NAME, "max_tokens": 250, **ASKED}
+
+    def served() -> int:
+        found = head.call("routes")["models"][NAME]["instances"]
+        return sum(item["state"] == "ready" for item in found)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [gateway.post("/v1/completions", asked)]
+        while served() < 2:
+            answers += pool.map(lambda _: gateway.post("/v1/completions", asked), range(8))
+    assert {status for status, _ in answers} == {200}
+    shown = next(model for model in head.call("status")["models"] if model["name"] == NAME)
+    assert shown["learned"]["prefill_tokens_per_s"] > 0
+
+
 @pytest.fixture
 def long_model(tmp_path: Path) -> Path:
     """The example with room for a stream that outlasts the start of another instance."""

@@ -180,6 +180,7 @@ def test_soak_with_random_cancels_leaves_no_block_behind(serve: Any) -> None:
     assert all(answer.last.completion_tokens == len(answer.tokens) for answer in answers)
     stats = served.engine.stats()
     assert (stats["kv_tokens_used"], stats["running"], stats["waiting"]) == (0, 0, 0)
+    assert stats["prefill_tokens_per_s"] > 0
     assert served.errors == []
 
 

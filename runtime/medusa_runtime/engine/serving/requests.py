@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ class Requests:
     ) -> None:
         self.generated_tokens = 0
         self._prompt_tokens = 0
+        self._prefill_tokens_per_s = 0.0
         self._settings = settings
         self._tokenizer = tokenizer
         self._info = info
@@ -159,6 +161,12 @@ class Requests:
         for sequence in self.unfinished():
             self.end(sequence, "error", error)
 
+    def note_prefill(self, tokens: int, start_ns: int) -> None:
+        """Note that a step which began then (by the monotonic clock) has computed so many tokens of prompts."""
+        if tokens:
+            rate = tokens * 1e9 / max(time.monotonic_ns() - start_ns, 1)
+            self._prefill_tokens_per_s = max(self._prefill_tokens_per_s, rate)
+
     def stats(self, running: int, kv_tokens_used: int) -> dict[str, Any]:
         """Return the numbers that every engine's ``stats`` has.
 
@@ -171,6 +179,7 @@ class Requests:
             "kv_tokens": self._info.kv_tokens,
             "kv_tokens_used": kv_tokens_used,
             "prompt_tokens_total": self._prompt_tokens,
+            "prefill_tokens_per_s": round(self._prefill_tokens_per_s),
             "generated_tokens_total": self.generated_tokens,
         }
 
