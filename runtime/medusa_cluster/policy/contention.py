@@ -2,6 +2,7 @@
 
 ParaServe §4.2, Algorithm 2 and Eq. 3. Beside N fetches, a new one gets B/(N+1) of the bandwidth B. The paper's listing
 prints B/N, which contradicts Eq. 3. Eq. 4, the bytes pending after a while, is not computed, because nodes report them.
+``Placement`` says which fetches of a node count, and until when they have to end.
 """
 
 from __future__ import annotations

@@ -384,10 +384,13 @@ class _Tick:
     def _fetch(
         self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None
     ) -> None:
+        # What the first token needs beside the weights, by Eq. 5 of ParaServe: t_w, t_p and t_n.
         deadline = self._now_s + deployment.ttft_slo_s
+        deadline -= self._state.loads.get(deployment.name, NO_LOAD).longest_wait_s
         measured = deployment.on(self._state.nodes[node].processor(deployment.device))
         if measured is not None:
-            deadline -= measured.times.prefill_s
+            hop_s = self._options.hop_s if measured.hop_s is None else measured.hop_s
+            deadline -= measured.times.prefill_s + (hop_s * workers if workers > 1 else 0.0)
         self._deadlines[node, deployment.url] = deadline
         self._placement.add_fetch(node, deployment.url, deployment.size_bytes / workers, deadline)
         self._fetches.request(node, deployment.url, layers=layers, reason="an instance starts")

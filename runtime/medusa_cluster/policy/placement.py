@@ -418,11 +418,27 @@ class Placement:
         yield from sorted(busy, key=lambda name: (-busy[name], name))
 
     def _fetching(self, node: Node) -> list[Fetching]:
+        """Return what is fetched on a node's link. A size that the node does not say yet is known of the model.
+
+        Of a group's worker, the deadline is for its own layers. Those of the others follow only in one that becomes an
+        instance, and are waited for by nobody.
+        """
         found = list(self._added[node.name]) if node.name in self._added else []
         for copy in node.copies:
-            if not copy.is_complete and copy.fetched_bytes < copy.total_bytes:
-                deadline = self.deadlines_s.get((node.name, copy.url), math.inf)
-                found.append(Fetching(copy.url, copy.total_bytes - copy.fetched_bytes, deadline))
+            deployment = self.by_url.get(copy.url)
+            total = copy.total_bytes or (deployment.size_bytes if deployment is not None else 0)
+            if copy.is_complete or copy.fetched_bytes >= total:
+                continue
+            missing, deadline = total - copy.fetched_bytes, self.deadlines_s.get((node.name, copy.url), math.inf)
+            if copy.layers is not None and deployment is not None and deployment.layers:
+                own = round(total * (copy.layers[1] - copy.layers[0]) / deployment.layers) - copy.fetched_bytes
+                if own > 0:
+                    missing = own
+                elif any(one.full for one in node.instances if one.model == deployment.name):
+                    deadline = math.inf
+                else:
+                    continue
+            found.append(Fetching(copy.url, missing, deadline))
         return found
 
     def _arrival_rate(self, deployment: Deployment, missing: int, node: Node) -> float:
