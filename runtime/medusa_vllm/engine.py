@@ -252,7 +252,7 @@ class VllmEngine:
         try:
             request, _ = self._core.preprocess_add_request(core_request(sequence, vocab_size=self._vocab_size))
             self._core.add_request(request)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - it ends this request alone; vLLM's errors differ between versions
             self._requests.end(sequence, "error", RequestError(f"vLLM refuses the request: {error}"))
 
     def _step(self) -> None:
