@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterable
 
@@ -18,8 +19,7 @@ _WITHOUT_EFFECT_ON_ANSWERS = frozenset(
         "trust-remote-code", "uvicorn-log-level",
         "disable-uvicorn-access-log", "disable-fastapi-docs", "enable-log-outputs", "max-log-len",
         "optimization-level", "compilation-config", "attention-backend", "kv-cache-dtype", "hf-overrides",
-        "enable-request-id-headers", "allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials",
-        "allowed-media-domains",
+        "enable-request-id-headers", "allowed-media-domains",
         "enable-scale-out", "enable-tokenizer-info-endpoint", "enable-server-load-tracking", "sse-keep-alive-interval",
     )
 )  # fmt: skip
@@ -38,6 +38,10 @@ _REFUSED = {
     "port": "use medusa's --port",
     "uds": "use medusa's --host and --port",
     "enable-ssl-refresh": "let a proxy in front end TLS",
+    "allowed-origins": "use medusa's --cors-origins",
+    "allowed-methods": "leave it out; pages of medusa's --cors-origins may use all methods",
+    "allowed-headers": "leave it out; pages of medusa's --cors-origins may send all headers",
+    "allow-credentials": "leave it out; pages of medusa's --cors-origins send a token instead",
     "load-format": "leave it out; weights come from medusa's region",
     "model": "use medusa's --model",
     "tokenizer": "put the tokenizer's files beside the weights",
@@ -122,8 +126,12 @@ def adapters(settings: Settings) -> dict[str, str]:
 
 
 def light_routes_suffice(settings: Settings) -> bool:
-    """Return whether our own routes may answer what they support: no flag makes vLLM answer differently."""
-    return set(_names(flag_words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
+    """Return whether our own routes may answer what they support: no flag makes vLLM answer differently.
+
+    Nor may vLLM's variable ask for a key, of which our own routes would not know.
+    """
+    known = set(_names(flag_words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
+    return known and not os.environ.get("VLLM_API_KEY")
 
 
 def _adapter(word: str) -> dict[str, str]:

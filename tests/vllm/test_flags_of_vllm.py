@@ -30,6 +30,28 @@ def test_an_abbreviated_flag_is_refused_and_not_half_used(flag: str) -> None:
         engine_arguments([flag])
 
 
+@pytest.mark.parametrize("flag", ["--disable-log-requests", "--foo=1", "--no-bar"])
+def test_a_flag_that_vllm_does_not_have_ends_the_start(flag: str) -> None:
+    """Otherwise the instance would become ready, and each request of vLLM's routes would fail."""
+    with pytest.raises(ConfigError, match="expected a flag that this version has, found --"):
+        engine_arguments(["--chat-template", "x", flag])
+
+
+def test_no_flag_of_the_front_end_ends_the_start() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions
+    commands = FlexibleArgumentParser(prog="vllm").add_subparsers(required=True, dest="subparser")
+    every = ServeSubcommand().subparser_init(commands)._option_string_actions
+    ours = engine.keys() | {"--config"}
+    front = [flag for flag in every if flag.startswith("--") and flag not in ours and not _is_refused(flag)]
+    assert {"--chat-template", "--no-enable-log-outputs", "--tool-call-parser"} <= set(front)
+    for flag in front:
+        assert engine_arguments([flag, flag.replace("-", "_").replace("__", "--")]) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

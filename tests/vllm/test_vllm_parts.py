@@ -401,6 +401,11 @@ def test_our_routes_answer_where_no_flag_changes_answers(given: str | None, suff
     assert light_routes_suffice(Settings(engine="vllm", vllm_args=given)) is suffice
 
 
+def test_our_routes_do_not_answer_where_vllm_demands_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert light_routes_suffice(Settings(engine="vllm")) is False
+
+
 def test_flags_that_a_gpu_has_no_use_for_are_named(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_unused_flags({"enforce_eager": False, "seed": 3})
     assert not caplog.records
@@ -426,6 +431,7 @@ def test_adapters_are_named_in_both_of_vllms_forms() -> None:
         ("-r 1", "--node-rank .* use medusa cluster"),
         ("--ssl-ca-certs /x", "end TLS"),
         ("-asc 4", "in the engine's process"),
+        ("--allowed-origins '[\"*\"]'", "use medusa's --cors-origins"),
         ("-h", "vllm serve --help"),
         ("--a 'b", "quoted as in a shell"),
     ],

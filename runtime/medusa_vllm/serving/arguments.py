@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
 
 from ..flags import refuse_medusas_own
 from .replacement import patch_function
+
+_NAME = re.compile(r'(?:^    |"--)([a-z0-9_-]+)(?=: |")', re.MULTILINE)  # a field of a class of flags, or a flag itself
 
 
 def engine_arguments(words: list[str]) -> dict[str, Any]:
@@ -33,6 +37,8 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
                 # The front end's parser would accept the abbreviation, but the engine would not get the flag.
                 if whole and name.startswith("--") and name not in ("--", "--config"):
                     self.error(f"expected {whole[0]} in full, found {name}")
+                if name.startswith("--") and not _may_be_front_ends(name):
+                    self.error(f"expected a flag that this version has, found {name}")
             return found, []
 
         def error(self, message: str) -> Any:
@@ -50,6 +56,22 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
     refuse_medusas_own(name.replace("_", "-") for name in found)  # such a file may have them, too
     known = {field.name for field in fields(AsyncEngineArgs)}
     return {name: value for name, value in found.items() if name in known}
+
+
+def _may_be_front_ends(flag: str) -> bool:
+    """Return whether vLLM's front end may have a flag, which may be abbreviated.
+
+    Its names are read from the text of its parser, since importing that takes about a second.
+    """
+    import vllm
+
+    name = flag.removeprefix("--").partition(".")[0].replace("_", "-").removeprefix("no-")
+    folder = Path(str(vllm.__file__)).parent / "entrypoints"
+    known: list[str] = []
+    for file in ("common/cli_args.py", "launchers/cli_args.py"):  # from 0.33 on; before
+        with suppress(OSError):
+            known += _NAME.findall((folder / file).read_text())
+    return not known or any(each.replace("_", "-").startswith(name) for each in known)
 
 
 def server_arguments(words: list[str], model: str) -> argparse.Namespace:

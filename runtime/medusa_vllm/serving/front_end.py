@@ -108,6 +108,7 @@ class FrontEnd:
         try:
             asyncio.run(self._serve(served))
         except MedusaError as error:
+            logger.error("vLLM's HTTP server could not be started: %s", error)  # noqa: TRY400 - one line says it
             self._error = error
         except BaseException as error:
             logger.exception("vLLM's HTTP server failed")
