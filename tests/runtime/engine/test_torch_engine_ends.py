@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_min_tokens_hold_off_stops(serve: Any) -> None:
     later = served.ask(PROMPT, max_tokens=30, min_tokens=10, stop_token_ids=(early,))
     assert len(later.tokens) >= 10
     assert early not in later.tokens[:10]
+
+
+def test_min_tokens_come_before_a_token_that_completes_a_stop_string(serve: Any) -> None:
+    """As in vLLM."""
+    served = serve()
+    ask = functools.partial(served.ask, PROMPT, max_tokens=30)
+    for place, token in enumerate(ask().tokens):
+        stop = served.engine.detokenize([token])
+        if stop not in ("", "\ufffd") and len(ask(stop=(stop,)).tokens) == place + 1 > 1:
+            break
+    assert len(ask(min_tokens=place, stop=(stop,)).tokens) == place + 1
+    assert len(ask(min_tokens=place + 1, stop=(stop,)).tokens) > place + 1
 
 
 def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(serve: Any) -> None:

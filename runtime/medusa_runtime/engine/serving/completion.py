@@ -33,7 +33,7 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
                 text = transcript.push(token)
         text += transcript.finish()
     else:
-        text = transcript.push(token, may_stop=sequence.generated >= params.min_tokens)
+        text = transcript.push(token, may_stop=sequence.generated > params.min_tokens)
         if transcript.stopped_by is None and len(sequence.tokens) >= sequence.limit:
             finish_reason = "length"
             text += transcript.finish()
