@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -77,10 +78,14 @@ class ScriptedServer:
 
     @staticmethod
     def _receive(connection: socket.socket) -> bytes:
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):
+        """Return the head of a request, whose body is read, too."""
+        received, end, length = b"", -1, 0
+        while end < 0 or len(received) < end + length:
             data = connection.recv(65536)
             if not data:
                 return b""
-            head += data
-        return head
+            received += data
+            end = received.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in received else -1
+            declared = re.search(rb"\r\ncontent-length: *(\d+)", received[:end], re.IGNORECASE)
+            length = int(declared[1]) if declared else 0
+        return received[:end]

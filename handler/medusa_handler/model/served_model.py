@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name, small_files
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.models.fields import read_object
 
 from ..disconnection import POLL_S
 from ..faults import ApiError, ClientDisconnectedError, not_ready, stopping
@@ -28,6 +29,16 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_GUESS_S = 60.0
 _INFO_POLL_S = 0.025
+_SAMPLING_DEFAULTS = {  # in generation_config.json → in a request
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_new_tokens": "max_tokens",
+}
 _FIRST_TOKEN_S = 2.0  # what ``finish_start`` does comes after the first token, or after this time
 
 
@@ -52,6 +63,7 @@ class ServedModel:
         self._timeline = timeline
         self._draining = draining
         self._chat_template: ChatTemplate | None = None
+        self._sampling_defaults: Mapping[str, float] | None = None
         self.first_token = threading.Event()
         self._finishing = threading.Lock()  # held for ever by the first ``finish_start``
 
@@ -82,6 +94,22 @@ class ServedModel:
             self._wait_for_files(self.region, is_disconnected)
             self._chat_template = ChatTemplate(self.region.file)
         return self._chat_template
+
+    def sampling_defaults(self, is_disconnected: Callable[[], bool]) -> Mapping[str, float]:
+        """Return what generation_config.json has for the sampling fields that a request leaves out, as in vLLM.
+
+        Waits for the small files like ``chat_template``.
+        """
+        if self._sampling_defaults is None:
+            assert self.region is not None
+            self._wait_for_files(self.region, is_disconnected)
+            found = read_object(self.region.file, "generation_config.json") or {}
+            self._sampling_defaults = {
+                field: value
+                for name, field in _SAMPLING_DEFAULTS.items()
+                if isinstance(value := found.get(name), int | float) and not isinstance(value, bool)
+            }
+        return self._sampling_defaults
 
     def finish_start(self) -> None:
         """Do in the background what no first request should wait for. Call once the engine is ready.

@@ -60,6 +60,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     scored = [count for count in (asked, logprobs if echo else None) if count is not None]
     params = parameters.sampling(
         body,
+        service.model.sampling_defaults(is_disconnected),
         max_tokens=max_tokens,
         logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
         prompt_logprobs=max(scored, default=None),
@@ -98,6 +99,8 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
+    if service.can_relay and tools.choice == "none" and tools.offered:
+        raise UnsupportedRequestError(400, "tools: vLLM shows the model also those that it may not call", param="tools")
     requested = output_constraint(body)
     template = service.model.chat_template(is_disconnected)
     scored = parameters.prompt_logprob_count(body)
@@ -108,7 +111,8 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     shows_reasoning = parameters.flag(body, "include_reasoning", True)
     if reasoning is not None and not shows_reasoning:
         logprobs = None  # its tokens would show it
-    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
+    defaults = service.model.sampling_defaults(is_disconnected)
+    params = parameters.sampling(body, defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
     params = _with_form(params, constraint, reasoning, parsed=parser is not None)
     # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
@@ -138,7 +142,8 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     model = check_model(service, body)
     tools = asked.tools
     template = service.model.chat_template(is_disconnected)
-    params = parameters.sampling(body, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
+    defaults = service.model.sampling_defaults(is_disconnected)
+    params = parameters.sampling(body, defaults, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
     special = parameters.flag(body, "add_special_tokens", False)
 
@@ -166,7 +171,8 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
         alternatives=asked.alternatives,
         shows_reasoning=asked.shows_reasoning,
     )
-    head = {"id": name, "object": "response", "model": model, **asked.shown}
+    used = {"temperature": params.temperature, "top_p": params.top_p}
+    head = {"id": name, "object": "response", "model": model, **asked.shown, **used}
     try:
         compact(head)
     except RecursionError:
@@ -251,7 +257,7 @@ def _check_sequences(service: Service, prompts: int, per_prompt: int) -> None:
     most = min(_MOST_SEQUENCES, settings.max_concurrency + settings.max_waiting)
     if prompts * per_prompt > most:
         text = f"expected at most {most} sequences, found {prompts} prompts x {per_prompt}"
-        raise ApiError(400, text, param="n" if prompts == 1 else "prompt")
+        raise ApiError(400, text, param="n" if prompts == 1 else "prompt", code="invalid_value")
 
 
 def _requests(

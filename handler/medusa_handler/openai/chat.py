@@ -118,10 +118,10 @@ class ChatFormatter:
     _streams: dict[int, _CallParsing] = field(default_factory=dict)
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "reasoning": None}
         reason = choice.finish_reason
-        if choice.parser is not None:
-            message["reasoning"] = (choice.reasoning or None) if self.shows_reasoning else None
+        if self.shows_reasoning:
+            message["reasoning"] = choice.reasoning or None
         if self.parser is not None and choice.is_answering:
             parsing = _CallParsing(self.parser(), self.parallel)
             found = parsing.take(choice.text, last=True)
@@ -159,7 +159,7 @@ class ChatFormatter:
         if choice.reasoning and self.shows_reasoning:
             content["reasoning"] = choice.reasoning
         if self.parser is None:
-            if choice.text or (choice.parser is None and not last):
+            if choice.text or choice.parser is None:
                 content["content"] = choice.text
         elif choice.is_answering:
             if index not in self._streams:
@@ -171,7 +171,8 @@ class ChatFormatter:
             if found.calls:
                 content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
             reason = self._reason(reason, parsing)
-        return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}]
+        ended = {"stop_reason": delta.stop_reason} if last else {}
+        return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason} | ended]
 
     def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:
         """Return the finish reason as OpenAI does: "tool_calls" after calls, but "stop" if one function was forced."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flask import Response, request
-from medusa_runtime.errors import EngineError
+from medusa_runtime.errors import EngineError, RequestError
 from medusa_runtime.process import hang_up
 
 from ..disconnection import POLL_S
-from ..faults import ApiError, UnsupportedRequestError
+from ..faults import ApiError, UnsupportedRequestError, as_api_error
 from ..http.body import read_body
 from ..merge import Merge
 
@@ -47,17 +47,23 @@ def answer_or_relay(
     target: str,
     body: bytes | None = None,
 ) -> Response:
-    """Return our own ``answer`` if it supports the request, else that of the engine's server, if there is one.
+    """Return our own ``answer`` if it takes the request, else that of the engine's server, if there is one.
 
-    ``target`` is the path on that server; ``body`` is that of the current request by default. Raises what both raise.
+    That server may take values which ours refuses, such as numbers in text. ``target`` is the path on it; ``body`` is
+    that of the current request by default. Raises what both raise.
     """
     if service.own_routes:
         try:
             return answer()
-        except UnsupportedRequestError:
-            if not service.can_relay:
+        except (ApiError, RequestError) as error:
+            if not service.can_relay or not _is_for_engine(error):
                 raise
     return relay(service, is_disconnected, target, body)
+
+
+def _is_for_engine(error: ApiError | RequestError) -> bool:
+    known = as_api_error(error)
+    return isinstance(error, UnsupportedRequestError) or (known is not None and known.code == "invalid_value")
 
 
 def relay(

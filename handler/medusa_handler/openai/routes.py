@@ -132,7 +132,8 @@ def _tokenize(service: Service, body: Body) -> Response:
             raise invalid("prompt", "text", text)
     tokens = service.engine.tokenize(text, parameters.flag(body, "add_special_tokens", "messages" not in body))
     info = service.engine.info
-    return jsonify({"count": len(tokens), "max_model_len": info and info.max_model_len, "tokens": tokens})
+    limit = info and info.max_model_len
+    return jsonify({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
 def _detokenize(service: Service, body: Body) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +48,46 @@ def test_a_field_that_our_route_does_not_cover_is_vllms(serving: Any) -> None:
     assert len(theirs["choices"][0]["token_ids"]) == 4
     status, refused, _ = serving.request("POST", "/v1/completions", asked | {"max_token": 4})
     assert (status, refused["error"]["param"]) == (400, "max_token")  # vLLM would ignore it
+
+
+def test_what_vllm_refuses_in_the_engine_ends_that_request_alone(serving: Any) -> None:
+    """vLLM's own errors are no ValueErrors. One ended the engine, and with it the instance."""
+    asked = {"prompt": "Return the", "max_tokens": 4}
+    for stream in (False, True):
+        status, refused, _ = serving.request("POST", "/v1/completions", asked | {"temperature": 3, "stream": stream})
+        assert (status, "temperature must be in [0, 2]" in refused["error"]["message"]) == (400, True)
+    assert serving.request("POST", "/v1/completions", asked)[0] == 200
+
+
+def test_values_that_our_routes_refuse_are_vllms_to_take(serving: Any) -> None:
+    asked = {"prompt": "Return the", "max_tokens": 4, "temperature": 0}
+    expected = serving.request("POST", "/v1/completions", asked)[1]["choices"][0]["text"]
+    for more in ({"max_tokens": "4"}, {"temperature": "0"}, {"top_k": 2**40}, {"logprobs": True}):
+        status, answer, _ = serving.request("POST", "/v1/completions", asked | more, PATIENCE_S)
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] == expected
+    form = {"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 9}
+    status, answer, _ = serving.request("POST", "/v1/chat/completions", chat, PATIENCE_S)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "hello"), answer
+
+
+def test_our_routes_have_the_checkpoints_defaults_as_vllms_have(
+    start: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(example, tmp_path / "model")
+    generation = {"eos_token_id": 0, "temperature": 0, "repetition_penalty": 1.5, "max_new_tokens": 6}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    serving = start("--model", model, "--engine", "vllm", "--kv-cache-mb", "64")
+    asked = {"messages": [{"role": "user", "content": "Return the value of the value of the"}]}
+    ours, theirs = (
+        serving.request("POST", "/v1/chat/completions", asked | more, PATIENCE_S)[1]["choices"][0]
+        for more in ({}, {"return_token_ids": True})
+    )
+    assert ours["message"]["content"] == theirs["message"]["content"]
+    assert ours["finish_reason"] == theirs["finish_reason"]
+    assert len(theirs["token_ids"]) <= 6
+    assert serving.stop() == 0
 
 
 def test_a_prompts_log_probabilities_are_vllms(serving: Any) -> None:

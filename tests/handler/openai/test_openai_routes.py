@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,19 @@ def test_a_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_what_a_request_leaves_out_is_the_checkpoints(serve: Serve) -> None:
+    """As in vLLM. The length is a chat's and a response's: a completion has 16 tokens."""
+    generation = {"temperature": 0.5, "top_p": 0.25, "max_new_tokens": 3, "top_k": None, "do_sample": True}
+    served = serve(files={"chat_template.jinja": TEMPLATE, "generation_config.json": json.dumps(generation)})
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    for more, words in (({}, 3), ({"max_tokens": None}, 3), ({"max_completion_tokens": 5}, 5)):
+        answer = served.request("POST", "/v1/chat/completions", asked | more)[1]
+        assert answer["usage"]["completion_tokens"] == words
+    assert served.request("POST", "/v1/completions", {"prompt": "a"})[1]["usage"]["completion_tokens"] == 16
+    answer = served.request("POST", "/v1/responses", {"input": "a", "top_p": 0.75})[1]
+    assert (answer["temperature"], answer["top_p"], answer["usage"]["output_tokens"]) == (0.5, 0.75, 3)
+
+
 def test_many_prompts_in_every_form(client: openai.OpenAI, served: Any) -> None:
     served.prompts()
     answer = client.completions.create(model="words", prompt=["a", "b c"], n=2, max_tokens=2)
@@ -85,6 +99,10 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
 def test_stop_is_told(client: openai.OpenAI) -> None:
     choice = client.completions.create(model="words", prompt="a", stop=["w2"], max_tokens=9).choices[0]
     assert (choice.text, choice.finish_reason) == ("w0 w1", "stop")
+    chats = client.chat.completions.create(
+        model="words", messages=[{"role": "user", "content": "a"}], stop=["w2"], stream=True
+    )
+    assert [getattr(chunk.choices[0], "stop_reason", None) for chunk in chats][-1] == "w2"
 
 
 def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
@@ -123,7 +141,9 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2"
+    texts = [chunk.choices[0].delta.content for chunk in chunks]
+    assert None not in texts  # as with vLLM, so that they can be joined as they are
+    assert "".join(map(str, texts)) == "w0 w1 w2"
     assert chunks[-1].choices[0].finish_reason == "length"
 
 

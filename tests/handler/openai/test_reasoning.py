@@ -347,7 +347,7 @@ def test_reasoning_stays_in_the_content_if_the_operator_wants_that(serve: Callab
     body = {"messages": [{"role": "user", "content": "say:<think>a</think>b"}]}
     answer = served.request("POST", "/v1/chat/completions", body)[1]
     assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
-    assert "reasoning" not in answer["choices"][0]["message"]
+    assert answer["choices"][0]["message"]["reasoning"] is None
     assert "completion_tokens_details" not in answer["usage"]
 
 

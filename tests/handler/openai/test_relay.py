@@ -63,3 +63,30 @@ def test_a_stream_whose_time_is_over_is_no_whole_one(serve: Serve) -> None:
 def test_a_server_that_says_nothing_is_an_engine_that_failed(serve: Serve) -> None:
     response, body, _ = relayed(serve, b"")
     assert (response.status, json.loads(body)["error"]["code"]) == (503, "Engine.Failed")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": "3"}),
+        ("/v1/completions", {"prompt": "a", "stream": "true"}),
+        ("/v1/completions", {"prompt": "a", "n": 200}),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "none", "tools": [
+            {"type": "function", "function": {"name": "get"}}
+        ]}),
+        ("/", {"prompt": "a", "temperature": "0"}),
+    ],
+)  # fmt: skip
+def test_values_that_our_routes_refuse_are_left_to_the_engines_server(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    """vLLM's server takes numbers in text, for example."""
+    with ScriptedServer(lambda head: _OK + b"Content-Length: 2\r\n\r\n{}") as server:
+        served = serve(http_port=server.port, files={"chat_template.jinja": "{{ messages }}{{ tools }}"})
+        assert served.request("POST", path, body)[0] == 200
+        assert len(server.requests) == 1
+        assert served.request("POST", path, body | {"unknown": 1})[0] == 400  # vLLM's server would ignore it
+        assert served.request("POST", path, body | {"model": "another"})[0] == 404
+        assert len(server.requests) == 1

@@ -69,9 +69,16 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
 
 
 def sampling(
-    body: Body, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: Body,
+    defaults: Mapping[str, float],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body. Raises ApiError 400."""
+    """Return the sampling parameters of a body, with the checkpoint's ``defaults``. Raises ApiError 400."""
+    body = {**defaults, **{name: value for name, value in body.items() if value is not None}}
+    max_tokens = integer(defaults, "max_tokens", None, 1) if max_tokens is None else max_tokens
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body, "temperature", 1.0, 0.0),
