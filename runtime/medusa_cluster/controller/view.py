@@ -112,7 +112,7 @@ def _policy_node(
                 node=item.node,
                 # To the policy, workers are starting until their leader has all layers and the group can consolidate.
                 state="starting" if item.loading else item.state,  # type: ignore[arg-type]
-                since_s=item.since + offset,
+                since_s=min(item.since + offset, time.monotonic()),  # not later, if this clock was set back meanwhile
                 role=item.role,  # type: ignore[arg-type]
                 layers=item.layers,
                 group=item.group,

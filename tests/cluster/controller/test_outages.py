@@ -12,6 +12,7 @@ import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
+from medusa_cluster.controller.view import policy_state
 from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ClusterError
 from waiting import until_async
@@ -263,5 +264,15 @@ def test_a_node_that_left_before_it_ever_answered_is_forgotten(run: Run, monkeyp
         await until_async(lambda: "b" not in cluster.state.nodes)
         await until_async(lambda: "b" in net.forgotten)
         assert "a" in cluster.state.nodes
+
+    run(scenario, "a")
+
+
+def test_a_clock_that_was_set_back_makes_no_instance_ready_in_the_future(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        known = cluster.state.instances["i"] = KnownInstance("i", "m", "a", "ready", time.time() + 3600)
+        view = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {})
+        assert [item.id for item in view.nodes["a"].instances] == [known.id]
+        assert view.nodes["a"].instances[0].since_s <= time.monotonic()
 
     run(scenario, "a")

@@ -74,6 +74,12 @@ def test_transformers_is_not_given_a_size_that_no_model_has(changes: dict[str, A
             verify(raw | changes)
 
 
+def test_a_long_type_of_model_is_no_path() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match="does not know the architecture Foreign"):
+        verify({"architectures": ["Foreign"], "model_type": "a" * 1000})
+
+
 def test_old_and_new_forms_of_rope_are_one() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
     new = llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "partial_rotary_factor": 0.5, **yarn})

@@ -94,7 +94,7 @@ def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
     if not re.fullmatch(r"\w+", architecture):
         return None
     usual = model_type.replace("-", "_").replace(".", "_").removesuffix("_text")
-    files = [folder / "models" / usual / f"modeling_{usual}.py"] if re.fullmatch(r"\w+", usual) else []
+    files = [folder / "models" / usual / f"modeling_{usual}.py"] if re.fullmatch(r"\w{1,100}", usual) else []
     for file in (*files, *sorted((folder / "models").glob("*/modeling_*.py"))):
         if file.is_file() and f"\nclass {architecture}(" in file.read_text():
             return file
