@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name, small_files
+from medusa_runtime.engine.serving.validation import accepts
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.models.fields import read_object
 
@@ -98,17 +99,25 @@ class ServedModel:
     def sampling_defaults(self, is_disconnected: Callable[[], bool]) -> Mapping[str, float]:
         """Return what generation_config.json has for the sampling fields that a request leaves out, as in vLLM.
 
-        Waits for the small files like ``chat_template``.
+        Values that no request may have are left out, and no more tokens are asked for than the context has. Waits for
+        the small files like ``chat_template``.
         """
         if self._sampling_defaults is None:
             assert self.region is not None
             self._wait_for_files(self.region, is_disconnected)
             found = read_object(self.region.file, "generation_config.json") or {}
-            self._sampling_defaults = {
-                field: value
-                for name, field in _SAMPLING_DEFAULTS.items()
-                if isinstance(value := found.get(name), int | float) and not isinstance(value, bool)
-            }
+            defaults: dict[str, float] = {}
+            for name, field in _SAMPLING_DEFAULTS.items():
+                if not isinstance(value := found.get(name), int | float) or isinstance(value, bool):
+                    continue
+                if accepts(field, value):
+                    defaults[field] = value
+                else:
+                    logger.warning("generation_config.json: %s is not used: no request may have %s", name, value)
+            if "max_tokens" in defaults:
+                most = self.wait_info(is_disconnected).max_model_len
+                defaults["max_tokens"] = min(defaults["max_tokens"], most)
+            self._sampling_defaults = defaults
         return self._sampling_defaults
 
     def finish_start(self) -> None:

@@ -26,6 +26,15 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+def accepts(name: str, value: float) -> bool:
+    """Return whether the sampling parameter ``name``, which is a number, may have this value in a request."""
+    if name == "top_k":
+        return isinstance(value, int) and -1 <= value <= _MOST_TOP_K
+    if name == "max_tokens":
+        return isinstance(value, int) and value >= 1
+    return abs(value) <= _LARGEST and _NUMBERS[name][1](value)
+
+
 def check_prompt(prompt: list[int], info: EngineInfo, *, room: int = 1) -> None:
     """Check a prompt's token ids.
 
