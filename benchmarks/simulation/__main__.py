@@ -25,6 +25,8 @@ FIGURES: dict[str, Callable[[float], Figure]] = {
     "blitzscale-19": blitzscale.figure_19,
     "blitzscale-20": blitzscale.figure_20,
     "blitzscale-21": blitzscale.figure_21,
+    "blitzscale-22": blitzscale.figure_22,
+    "blitzscale-24": blitzscale.figure_24,
     "medusa-10": medusa.figure_10,
     "medusa-11": medusa.figure_11,
 }
