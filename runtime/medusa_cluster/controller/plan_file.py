@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from medusa_runtime.errors import ConfigError
 from ..deployment import Deployment
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,25 @@ class ClusterPlan:
 def read_plan(path: Path) -> ClusterPlan:
     """Return the plan that was written last, or an empty plan if there is none.
 
-    A file that cannot be read is kept under another name, and an empty plan returned.
+    A file without a plan is kept under another name, and an empty plan returned. While the disk gives an error, this
+    waits: without its plan, a controller would end every instance.
     """
+    while True:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return ClusterPlan()
+        except OSError as error:
+            logger.error("the controller's plan cannot be read (%s); trying again", error)  # noqa: TRY400
+            time.sleep(_AGAIN_S)
+        else:
+            break
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(data)
         deployments = [Deployment.from_json(item) for item in found["deployments"]]
         draining = found["draining"] if isinstance(found["draining"], dict) else dict.fromkeys(found["draining"])
         return ClusterPlan({item.name: item for item in deployments}, draining, dict(found["versions"]))
-    except FileNotFoundError:
-        return ClusterPlan()
-    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         aside = path.with_suffix(".unreadable")
         path.replace(aside)
         logger.exception("the controller's plan could not be read (%s); it is kept as %s", type(error).__name__, aside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> 
     path.write_text(text)
     assert read_plan(path) == ClusterPlan()
     assert path.with_suffix(".unreadable").read_text() == text
+
+
+def test_a_plan_is_waited_for_while_its_disk_gives_errors(tmp_path: Path) -> None:
+    """It was set aside, with all deployments, for an error that passes."""
+    path, plan = tmp_path / "plan.json", ClusterPlan({"m": Deployment("m", "s3://b/m")})
+    path.symlink_to(path)  # ELOOP, in place of EIO, ESTALE or EMFILE
+    mend = threading.Timer(0.2, write_plan, (path, plan))
+    mend.start()
+    assert read_plan(path) == plan
+    mend.join()
 
 
 def test_loads_are_summed_and_die_with_their_gateway() -> None:
