@@ -117,6 +117,7 @@ def test_experts_that_are_not_replaced_get_floats_fused_as_transformers_does(
         ({"num_local_experts": 0}, MismatchError, r"of another shape: .*input_linear\.weight \(expected \[0, 96, 32\]"),
         ({"num_local_experts": -1}, ConfigError, r"transformers accepts for GraniteMoeForCausalLM, found: .*negative"),
         ({"num_local_experts": None}, ConfigError, "transformers accepts for GraniteMoeForCausalLM, found: "),
+        ({"pad_token_id": 10**6}, ConfigError, r"transformers accepts for GraniteMoeForCausalLM, found: .*[Pp]adding"),
         ({"num_experts_per_tok": 5}, ConfigError, "num_experts_per_tok to be 1 to 4, the number of experts, found 5"),
         ({"num_experts_per_tok": -1}, ConfigError, "num_experts_per_tok to be 1 to 4, the number of experts, found -1"),
     ],

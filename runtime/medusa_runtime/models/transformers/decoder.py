@@ -26,7 +26,7 @@ from .programs import use_programs
 
 # Classes that claim to take any attention, but need masks or biases that only their own attention adds.
 _OWN_ATTENTION = frozenset({"FalconForCausalLM"})
-_OF_BAD_SIZES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_OF_BAD_SIZES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class TransformersDecoder(DecoderModel):
