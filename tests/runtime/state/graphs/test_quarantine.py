@@ -122,6 +122,21 @@ def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str
     assert of(bundle, environ).reason(DIGEST) == "a fault"
 
 
+def test_what_is_no_small_file_holds_no_start(bundle: Path, environ: dict[str, str]) -> None:
+    """A pipe was waited for, for ever, and a link to a device was read until no memory was left."""
+    os.mkfifo(bundle / FILE)
+    assert of(bundle, environ).reason(DIGEST) is None
+    (bundle / FILE).unlink()
+    (bundle / FILE).symlink_to("/dev/zero")
+    assert of(bundle, environ).reason(DIGEST) is None
+    (bundle / FILE).unlink()
+    with open(bundle / FILE, "wb") as file:
+        file.truncate(1 << 40)
+    assert of(bundle, environ).reason(DIGEST) is None
+    assert of(bundle, environ).add(DIGEST, "an illegal address")
+    assert of(bundle, environ).reason(DIGEST) == "an illegal address"
+
+
 @pytest.mark.parametrize("inline", [False, True])
 def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str], inline: bool) -> None:
     from medusa_adapters.cli.checkpoint.bundle_summary import as_text, summarize

@@ -17,6 +17,7 @@ from typing import Any
 
 from ....checkpoint.reader import split_url
 from ....config import Settings
+from ....errors import MedusaError
 from ....storage.base import scheme_of
 from ....storage.local import LocalStore
 from ...bundle.locate import FOLDER
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "quarantine.json"  # {the graphs' digest (``digest_of``): {"driver": its version, "reason": one line}}
 _REASON_CHARACTERS = 300
+_MOST_BYTES = 1 << 20  # a thousand marks take half of it
 
 
 class Quarantine:
@@ -65,12 +67,16 @@ class Quarantine:
         return False
 
     def _read(self, folder: Path) -> dict[str, dict[str, str]]:
-        """Return the marks in a folder. A damaged file counts as empty, so that graphs are tried."""
+        """Return the marks in a folder. A damaged file counts as empty, so that graphs are tried.
+
+        A bundle's author may have put something else there: a pipe, a link to a device, a file of gigabytes.
+        """
         try:
             if folder.stat().st_uid not in (os.getuid(), 0) and folder is self._folders[-1]:
                 return {}  # any user can make a folder among temporary files
-            found: Any = json.loads((folder / FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            data, info = LocalStore(str(folder)).read(FILE, 0, _MOST_BYTES)
+            found: Any = json.loads(data) if info.size <= _MOST_BYTES else None
+        except (MedusaError, OSError, ValueError, RecursionError):
             return {}
         return dict(_entries(found)) if isinstance(found, dict) else {}
 
