@@ -13,6 +13,7 @@ from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.sizes import MOST_LAYERS
 
 if TYPE_CHECKING:
     from medusa_runtime.load.quantized.scheme import Quantization
@@ -41,9 +42,6 @@ class Attention(Protocol):
         them, itself included.
         """
         ...
-
-
-MOST_LAYERS = 10_000  # building the skeleton of a million layers takes minutes
 
 
 @dataclass(frozen=True, kw_only=True)

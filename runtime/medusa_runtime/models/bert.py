@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from medusa_runtime.errors import ModelError
 from medusa_runtime.models.architectures import ENCODERS
-from medusa_runtime.models.base import MOST_LAYERS
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.sizes import MOST_LAYERS
 
 _PREFIXES = ("bert.", "roberta.")
 _HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.")

@@ -21,7 +21,8 @@ from medusa_runtime.errors import MismatchError
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention
-from medusa_runtime.models.mixture import MOST_EXPERTS, Routed
+from medusa_runtime.models.mixture import Routed
+from medusa_runtime.models.sizes import MOST_EXPERTS
 
 _THETA = 150000.0
 _ROPE = {

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig
+from medusa_runtime.models.sizes import MOST_EXPERTS
 
-MOST_EXPERTS = 1 << 16  # of all layers; building the skeletons of a million takes minutes
 _MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -147,4 +147,4 @@ class Mixture(Llama):
         return ".".join(_MIXTRAL.get(part, part) for part in found.split("."))
 
 
-__all__ = ["MOST_EXPERTS", "Experts", "Mixture", "MixtureConfig", "Routed", "combined"]
+__all__ = ["Experts", "Mixture", "MixtureConfig", "Routed", "combined"]

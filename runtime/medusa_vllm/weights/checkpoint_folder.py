@@ -9,6 +9,7 @@ from typing import Any
 from medusa_runtime.engine.checkpoint_files import weights_dtype
 from medusa_runtime.errors import ConfigError, MismatchError
 from medusa_runtime.models.fields import read_object
+from medusa_runtime.models.sizes import check_sizes
 from medusa_runtime.region.reader import Region
 
 from ..scratch import scratch_folder
@@ -29,6 +30,7 @@ class CheckpointFolder:
         config = read_object(region.file, _CONFIG)
         if config is None:
             raise MismatchError("expected a config.json beside the weights, found none")
+        check_sizes(config)
         self.config = _with_dtype(config, region)
         self._scratch = ExitStack()
         try:

@@ -114,15 +114,24 @@ def test_a_handler_gets_the_same_model(start: Start, example: Path) -> None:
     assert serving.stop() == 0
 
 
-def test_what_vllm_cannot_serve_is_refused_in_one_line(start: Start, example: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, r"NoSuchForCausalLM.*\[Model.Unsupported\]"),
+        ({"num_labels": 10**6}, r"num_labels to be at most 100000, found 1000000 \[Config.Invalid\]"),
+    ],
+    ids=str,
+)
+def test_what_vllm_cannot_serve_is_refused_in_one_line(
+    start: Start, example: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     copy = tmp_path / "model"
     shutil.copytree(example, copy)
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    (copy / "config.json").write_text(json.dumps(config | changes))
     serving = start("--model", copy, "--engine", "vllm")
     assert serving.process.wait(PATIENCE_S) != 0
-    assert "NoSuchForCausalLM" in serving.output()
-    assert "Model.Unsupported" in serving.output()
+    assert re.search(message, serving.output()), serving.output()
     assert "Traceback" not in serving.output()
 
 

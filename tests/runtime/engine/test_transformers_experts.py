@@ -13,7 +13,7 @@ from engine_fixtures import Served, fill_region
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.errors import ConfigError, MismatchError
 from medusa_runtime.load.loader import Loader
-from medusa_runtime.models.mixture import MOST_EXPERTS
+from medusa_runtime.models.sizes import MOST_EXPERTS
 from medusa_runtime.models.transformers import decoder
 from medusa_runtime.models.transformers.experts import SeparateExperts, separate_experts
 from medusa_runtime.region.pages import address_of

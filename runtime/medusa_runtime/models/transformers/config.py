@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
-from ..base import MOST_LAYERS, ModelConfig, dtype_in
+from ..base import ModelConfig, dtype_in
 from ..fields import QUANTIZED, Fields
-from ..mixture import MOST_EXPERTS
+from ..sizes import EXPERTS, MOST_LAYERS, POSITIONS, check_sizes
 from .catalog import TransformersClass, find_class
 
 if TYPE_CHECKING:
     from .decoder import TransformersDecoder
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# transformers makes lists and tensors of these sizes before it looks at anything else: gigabytes, for one number.
-_MOST = (
-    (re.compile(r"(\w+_)?(n_layer|layers)"), MOST_LAYERS),
-    (re.compile("|".join(_EXPERTS)), MOST_EXPERTS),
-    (re.compile("|".join(_LONGEST)), 1 << 27),
-    (re.compile(r"num_labels"), 100_000),
-    (re.compile(r"hidden_size|n_embd|n_embed|d_model|dim|(\w+_)?(head|rotary|embed)_dim"), 1 << 20),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +55,7 @@ class TransformersConfig(ModelConfig):
         if (kv_heads := _kv_heads(config, heads)) < 1 or heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
         chosen = getattr(config, "num_experts_per_tok", None)
-        experts = next((count for name in _EXPERTS if type(count := getattr(config, name, None)) is int), 0)
+        experts = next((count for name in EXPERTS if type(count := getattr(config, name, None)) is int), 0)
         if experts > 0 and type(chosen) is int and not 0 < chosen <= experts:
             raise fields.error("num_experts_per_tok", f"1 to {experts}, the number of experts", chosen)
         return cls(
@@ -79,7 +67,7 @@ class TransformersConfig(ModelConfig):
             num_kv_heads=kv_heads,
             head_dim=_head_dim(config, hidden, heads),
             max_positions=next(
-                (value for name in _LONGEST if isinstance(value := getattr(config, name, None), int)), 2048
+                (value for name in POSITIONS if isinstance(value := getattr(config, name, None), int)), 2048
             ),
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             dtype=dtype_in(fields),
@@ -113,25 +101,12 @@ def own_class(found: TransformersClass) -> Any:
 
 def own_config(found: TransformersClass, raw: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of a model. Raises ConfigError if transformers does not accept config.json."""
-    _check_sizes(raw)
+    check_sizes(raw)
     kind = own_class(found).config_class
     try:
         return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
     except Exception as error:
         raise refused(found.name, error) from error
-
-
-def _check_sizes(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a size, also of a part of the model, that no model has."""
-    parts = [raw]
-    while parts:
-        part = parts.pop()
-        for name, value in part.items():
-            if isinstance(value, Mapping):
-                parts.append(value)
-            most = next((most for names, most in _MOST if names.fullmatch(name)), None)
-            if most is not None and type(value) is int and value > most:
-                raise Fields(part).error(name, f"at most {most}", value)
 
 
 def refused(name: str, error: Exception) -> ConfigError:

@@ -22,7 +22,8 @@ from ...checkpoint.index import TensorEntry
 from ...errors import MismatchError
 from ...load.skeleton import skeleton
 from ..layers.linear import Linear
-from ..mixture import MOST_EXPERTS, combined
+from ..mixture import combined
+from ..sizes import MOST_EXPERTS
 
 _KINDS = ("gate_up_proj", "down_proj")
 _SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a converter, for the tensors that it fuses
