@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import ConfigError, DeviceError, MedusaError, ModelError
+from medusa_runtime.errors import ConfigError, DeviceError, MedusaError, ModelError, WeightsError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
@@ -102,7 +102,7 @@ def _arguments(
 
 
 def create(arguments: dict[str, Any]) -> Any:
-    """Return the VllmConfig for arguments of vLLM's EngineArgs. Raises ModelError or ConfigError."""
+    """Return the VllmConfig for arguments of vLLM's EngineArgs. Raises ModelError, WeightsError or ConfigError."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -111,6 +111,10 @@ def create(arguments: dict[str, Any]) -> Any:
         raise
     except (ValueError, TypeError, NotImplementedError, OSError, KeyError, AttributeError) as error:
         raise _as_medusa_error(error) from error
+    except Exception as error:
+        if not type(error).__name__.startswith("StrictDataclass"):  # what huggingface_hub raises for a config.json
+            raise
+        raise WeightsError(f"config.json cannot be used: {error.__cause__ or error}") from error
 
 
 def _executor(settings: Settings) -> Any:

@@ -25,7 +25,7 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
+from medusa_runtime.errors import ConfigError, EngineError, MedusaError, ModelError, RequestError
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
@@ -45,6 +45,7 @@ from .structured import StructuredOutputManagers, TokenizerFolder
 logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads  # kept, because vLLM's worker replaces it with a function that does nothing
+_LITTLE_MEMORY = re.compile(r"\(([\d.]+)/([\d.]+) GiB\) on kv cache allocation is less than .* kv \(([\d.]+)")
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 
 
@@ -326,6 +327,11 @@ def _reason(error: Exception) -> MedusaError:
     """Return one of our errors, with the reason why a model could not be loaded."""
     if (missing := _missing_kernel(error)) is not None:
         return missing
+    if (short := _LITTLE_MEMORY.search(str(error))) is not None:
+        return ConfigError(
+            f"expected {short[3]} GiB of free memory for the KV cache, vLLM found {short[1]} of {short[2]} GiB; give "
+            "the container more memory, or lower --kv-cache-mb"
+        )
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
         return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
     return EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}")

@@ -1,0 +1,46 @@
+"""What vLLM refuses while it starts ends the instance with one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plain_environ import plain_environ
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]
+
+
+def refused(*arguments: str | Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "medusa_adapters", "serve", "--engine", "vllm", "--host", "127.0.0.1"]
+    done = subprocess.run(
+        [*command, "--port", "0", "--node-socket", "none", *arguments],
+        capture_output=True, text=True, env=plain_environ(), timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_more_memory_for_the_cache_than_there_is(example: Path) -> None:
+    status, line = refused("--model", example, "--max-concurrency", "1000000", "--kv-cache-mb", "100000000")
+    assert status == 2
+    assert re.fullmatch(
+        r"medusa: expected [\d.]+ GiB of free memory for the KV cache, vLLM found [\d.]+ of [\d.]+ GiB; give the "
+        r"container more memory, or lower --kv-cache-mb \[Config\.Invalid\]",
+        line,
+    ), line
+
+
+def test_a_configuration_that_contradicts_itself(example: Path, tmp_path: Path) -> None:
+    shutil.copytree(example, tmp_path / "model", ignore=shutil.ignore_patterns(".medusa"))
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 100}))
+    status, line = refused("--model", tmp_path / "model")
+    expected = "The hidden size (100) is not a multiple of the number of attention heads (8)."
+    assert (status, line) == (1, f"medusa: config.json cannot be used: {expected} [Weights.Invalid]")
