@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
@@ -73,7 +73,7 @@ class _Connection(asyncio.Protocol):
         self._inner = cast("asyncio.Protocol", inner)
         self._connections = connections
         self._transport: asyncio.Transport | None = None
-        self._request: web.Request | None = None  # until it is answered and its body has come
+        self._body: StreamReader | None = None  # of a request, until it is answered and all of its body has come
         self._answered = False
         self._received_bytes = 0  # of the head that is arriving, or since the request began
         self._end: bytes | None = b""  # the last bytes of that head; None once all of it has come
@@ -85,16 +85,16 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answered and self._request is not None and self._request.content.is_eof():
-            self._request, self._received_bytes = None, 0
-        request = self._request
-        if request is None and not self._takes_of_head(data):
+        if self._answered and self._body is not None and self._body.is_eof():
+            self._body, self._received_bytes = None, 0
+        body = self._body
+        if body is None and not self._takes_of_head(data):
             self.close(431)
             return
         self._inner.data_received(data)
-        if request is not None and request is self._request:
+        if body is not None and body is self._body:
             self._received_bytes += len(data)
-            most_bytes = _HEAD_BYTES + _MOST_FRAMING * request.content.total_bytes
+            most_bytes = _HEAD_BYTES + _MOST_FRAMING * body.total_bytes
             # More are trailers, or requests ahead of this one's answer, unless aiohttp has yet to parse what came.
             if self._received_bytes > most_bytes and self._transport is not None and self._transport.is_reading():
                 self.close()
@@ -131,7 +131,7 @@ class _Connection(asyncio.Protocol):
 
     def begin_request(self, request: web.Request) -> None:
         """Note that a request's whole head has come."""
-        self._request, self._answered, self.since = request, False, None
+        self._body, self._answered, self.since = request.content, False, None
         self._received_bytes, self._end = 0, b""
         self._connections.remove_waiting(self)
 
