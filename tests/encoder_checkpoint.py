@@ -8,12 +8,14 @@ from pathlib import Path
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
 
 
-def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limit: int | None = None) -> Path:
+def write_encoder(
+    folder: Path, pooling: str | None, *, unit: bool = False, limit: int | None = None, heads: int = 4
+) -> Path:
     """A tiny BERT with random weights and a tokenizer of words; with ``pooling`` as sentence-transformers saves it."""
     import torch
     import transformers
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": heads, "intermediate_size": 48}
     config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=24, **sizes)
     torch.manual_seed(0)
     model = transformers.BertModel(config)

@@ -6,9 +6,10 @@ import json
 from contextlib import ExitStack
 from typing import Any
 
+from medusa_runtime.checkpoint.reader import SENTENCE_MODULES, SENTENCE_SETTINGS, module_config_names
 from medusa_runtime.engine.checkpoint_files import weights_dtype
-from medusa_runtime.errors import ConfigError, MismatchError
-from medusa_runtime.models.fields import read_object
+from medusa_runtime.errors import ConfigError, MismatchError, ModelError
+from medusa_runtime.models.fields import read_json, read_object
 from medusa_runtime.models.sizes import check_sizes
 from medusa_runtime.region.reader import Region
 
@@ -36,8 +37,9 @@ class CheckpointFolder:
         try:
             self.path = self._scratch.enter_context(scratch_folder("medusa-vllm"))
             (self.path / _CONFIG).write_text(json.dumps(self.config))
-            for name in _FILES:
+            for name in (*_FILES, *_sentence_files(region)):
                 if (data := region.file(name)) is not None:
+                    (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                     (self.path / name).write_bytes(data)
         except OSError as error:
             self._scratch.close()
@@ -47,6 +49,23 @@ class CheckpointFolder:
 
     def close(self) -> None:
         self._scratch.close()
+
+
+def _sentence_files(region: Region) -> list[str]:
+    """Return the names of the files from which vLLM reads a sentence encoder's pooling and longest text.
+
+    Raises ModelError for a module with weights of its own: vLLM would make vectors without them.
+    """
+    modules = region.file(SENTENCE_MODULES)
+    if modules is None:
+        return []
+    listed = read_json(region.file, SENTENCE_MODULES)
+    kinds = (
+        [str(module.get("type")) for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
+    )
+    if any(kind.rpartition(".")[2] == "Dense" for kind in kinds):
+        raise ModelError(f"{SENTENCE_MODULES}: expected no module with weights of its own, found Dense")
+    return [SENTENCE_MODULES, SENTENCE_SETTINGS, *module_config_names(modules)]
 
 
 def _with_dtype(config: dict[str, Any], region: Region) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encoder_checkpoint import write_encoder
 
 PATIENCE_S = 300.0
 TEXTS = {"query": "a cat", "documents": ["a car", "a kitten"]}
@@ -44,6 +45,32 @@ def test_an_encoder_embeds_pools_scores_and_ranks(start: Callable[..., Any], sen
     assert status == 400
     assert "BertModel continues no text in vLLM" in refused["error"]["message"]
     assert serving.stop() == 0
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_are_those_of_the_checkpoints_own_pooling(
+    start: Callable[..., Any], tmp_path: Path, pooling: str
+) -> None:
+    """Without the files that modules.json names, vLLM would take another one, and longer texts."""
+    write_encoder(tmp_path, pooling, unit=True, limit=16, heads=1)  # vLLM's heads have at least 32 numbers
+    found = []
+    for engine in ("torch", "vllm"):
+        serving = start("--model", tmp_path, "--engine", engine, "--dtype", "float32")
+        found.append(ask(serving, "/v1/embeddings", {"input": "the cat was on a mat"})["data"][0]["embedding"])
+        assert serving.request("POST", "/v1/embeddings", {"input": "cat " * 17}, PATIENCE_S)[0] == 400
+        assert serving.stop() == 0
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+def test_an_encoder_whose_modules_have_weights_is_refused(start: Callable[..., Any], tmp_path: Path) -> None:
+    """vLLM would make vectors without them."""
+    write_encoder(tmp_path, "mean", heads=1)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    serving = start("--model", tmp_path, "--engine", "vllm")
+    assert serving.process.wait(PATIENCE_S) != 0
+    assert "modules.json: expected no module with weights of its own, found Dense" in serving.output()
 
 
 def test_a_classifier_classifies_and_ranks(start: Callable[..., Any], sentences: Path, tmp_path: Path) -> None:
