@@ -107,6 +107,8 @@ def relay(
             pieces.close()
 
     response = Response(stream(), found.status, headers)
+    if not any(name.lower() == "content-type" for name, _ in headers):
+        del response.headers["Content-Type"]  # Flask's own, text/html
     response.call_on_close(pieces.close)
     return response
 

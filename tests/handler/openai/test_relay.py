@@ -39,6 +39,12 @@ def test_a_stream_comes_whole(serve: Serve) -> None:
     assert (response.status, response.headers["Content-Type"], body) == (200, "text/event-stream", b"data: 1\n\n")
 
 
+def test_an_answer_without_a_type_gets_none(serve: Serve) -> None:
+    """vLLM answers so when it has loaded an adapter, with the adapter's name."""
+    response, body, _ = relayed(serve, _OK + b"Content-Length: 6\r\n\r\n<b>hi!")
+    assert (response.status, response.headers["Content-Type"], body) == (200, None, b"<b>hi!")
+
+
 @pytest.mark.parametrize(
     "sent",
     [
