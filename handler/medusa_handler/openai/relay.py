@@ -18,7 +18,7 @@ from medusa_runtime.errors import EngineError, RequestError
 from medusa_runtime.process import hang_up
 
 from ..disconnection import POLL_S
-from ..faults import ApiError, UnsupportedRequestError, as_api_error
+from ..faults import ApiError, UnsupportedRequestError
 from ..http.body import read_body
 from ..merge import Merge
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AHEAD = 64
+# Fields with values that our engines refuse and vLLM's server takes: a top_k beyond 32 bits, and the others beside a
+# form of the answer. All else that an engine refuses, vLLM refuses as well, but without the field's name.
+_TAKEN_BY_ENGINES = ("top_k", "min_tokens", "ignore_eos")
 _FORM = "application/x-www-form-urlencoded"
 # Headers that belong to a connection, not to a message (RFC 9110, section 7.6.1), or that we set ourselves.
 _OF_THE_CONNECTION = frozenset(
@@ -62,8 +65,9 @@ def answer_or_relay(
 
 
 def _is_for_engine(error: ApiError | RequestError) -> bool:
-    known = as_api_error(error)
-    return isinstance(error, UnsupportedRequestError) or (known is not None and known.code == "invalid_value")
+    if isinstance(error, RequestError):
+        return error.param in _TAKEN_BY_ENGINES
+    return isinstance(error, UnsupportedRequestError) or error.code == "invalid_value"
 
 
 def relay(

@@ -66,6 +66,8 @@ def test_values_that_our_routes_refuse_are_vllms_to_take(serving: Any) -> None:
         status, answer, _ = serving.request("POST", "/v1/completions", asked | more, PATIENCE_S)
         assert status == 200, answer
         assert answer["choices"][0]["text"] == expected
+    more = {"structured_outputs": {"choice": ["yes"]}, "min_tokens": 1}
+    assert serving.request("POST", "/v1/completions", asked | more, PATIENCE_S)[1]["choices"][0]["text"] == "yes"
     form = {"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}}
     chat = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 9}
     status, answer, _ = serving.request("POST", "/v1/chat/completions", chat, PATIENCE_S)
