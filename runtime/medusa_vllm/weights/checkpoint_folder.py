@@ -33,11 +33,12 @@ class CheckpointFolder:
             raise MismatchError("expected a config.json beside the weights, found none")
         check_sizes(config)
         self.config = _with_dtype(config, region)
+        names = (*_FILES, *_sentence_files(region))
         self._scratch = ExitStack()
         try:
             self.path = self._scratch.enter_context(scratch_folder("medusa-vllm"))
             (self.path / _CONFIG).write_text(json.dumps(self.config))
-            for name in (*_FILES, *_sentence_files(region)):
+            for name in names:
                 if (data := region.file(name)) is not None:
                     (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                     (self.path / name).write_bytes(data)
