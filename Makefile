@@ -89,6 +89,9 @@ test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 test-aarch64: setup-dev ## Test the kernels for aarch64, by qemu (Debian: gcc-aarch64-linux-gnu qemu-user-static)
 	$(PYTEST) tests/runtime/kernels/test_aarch64.py
 
+test-aarch64-machine: setup-dev ## Test snapshots on an emulated aarch64 machine, as root (12 minutes; needs: .ci/aarch64-machine)
+	PYTHON=$(BIN)/python .ci/aarch64-machine out/aarch64-machine "python3 -m pytest tests/snapshot -q --color no -p no:cacheprovider"
+
 test-root: setup-dev ## Run the tests that need root, which others skip
 	$(PYTEST) -m "root and not slow and not cluster"
 

@@ -113,7 +113,7 @@ def test_wheel_with_kernels_names_its_platform(wheel: Path) -> None:
     assert LIBRARY in zipfile.ZipFile(wheel).namelist()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="snapshots are for x86-64 and aarch64")
 def test_an_installed_package_makes_snapshots(installed: Path, tmp_path: Path) -> None:
     assert os.access(installed / "medusa_runtime/kernels/medusa-resume", os.X_OK)
     command = "from medusa_adapters.cli.main import main\nsys.exit(main(['snapshot', '--out', sys.argv[1]]))"

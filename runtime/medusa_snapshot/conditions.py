@@ -61,11 +61,19 @@ def _is_of_a_service(name: str, value: str) -> bool:
 
 
 def processor() -> list[str]:
-    """Return the names that /proc/cpuinfo has for the instructions of this machine's processor, sorted."""
+    """Return the names that /proc/cpuinfo has for the instructions of this machine's processor, sorted.
+
+    On aarch64, it has the kind of core, too, by which libraries choose their code, and the number of bits of addresses.
+    """
     with open("/proc/cpuinfo", "rb") as file:
-        lines = file.read(8192).decode("ascii", "replace").split("\n")  # the other processors are like the first
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return sorted(flag for flag in flags if flag.startswith(_INSTRUCTIONS))
+        lines = file.read(8192).decode("ascii", "replace").split("\n\n")[0].split("\n")  # the others are like the first
+    found = {name.rstrip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
+    if "Features" not in found:
+        return sorted(flag for flag in found.get("flags", ()) if flag.startswith(_INSTRUCTIONS))
+    core = "-".join(part for name in ("CPU implementer", "CPU part") for part in found.get(name, ()))
+    with open("/proc/self/stat") as file:
+        stack = int(file.read().rpartition(")")[2].split()[25])
+    return sorted([*found["Features"], f"core-{core}", f"{stack.bit_length()}-bit-addresses"])
 
 
 def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str, int, int]]:

@@ -23,6 +23,7 @@ _TRIES = 3
 _OPENBLAS_FUNCTIONS = tuple(
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")
 )
+_UNLIMITED_STACK_BYTES = 2 << 20  # what glibc gives a thread where there is no limit
 _MOST_CONDITIONS_BYTES = 16 << 20
 _generators: list[random.Random] = []
 
@@ -208,6 +209,7 @@ def start_resumed(message_fd: int) -> list[str]:
     _renew_signals()
     _reopen_streams(message["streams"])
     _renew_secrets()
+    _renew_stacks()
     _renew_threads()
     arguments: list[str] = message["arguments"]
     return arguments
@@ -276,6 +278,19 @@ def _renew_secrets() -> None:
         vars(loaded["opentelemetry.sdk.resources"])["_service_instance_id"] = None
     if "transformers.utils.hub" in loaded:  # Hugging Face counts users by it
         vars(loaded["transformers.utils.hub"])["SESSION_ID"] = os.urandom(16).hex()
+
+
+def _renew_stacks() -> None:
+    """Let threads have stacks as large as this process's limit for its own, which libc reads when a program starts."""
+    import ctypes
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    libc, attributes = ctypes.CDLL(None), (ctypes.c_char * 64)()
+    if libc.pthread_getattr_default_np(attributes) == 0:
+        stack_bytes = _UNLIMITED_STACK_BYTES if limit == resource.RLIM_INFINITY else limit // 4096 * 4096
+        if libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(stack_bytes)) == 0:
+            libc.pthread_setattr_default_np(attributes)
 
 
 def _renew_threads() -> None:

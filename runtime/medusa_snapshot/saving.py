@@ -7,6 +7,7 @@ import fcntl
 import gc
 import marshal
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -17,10 +18,23 @@ from .conditions import conditions, files
 from .resuming import CONDITIONS, MEMORY, note_generators, place, start_resumed
 
 _PROBLEM_BYTES = 500
+# Libraries of products read the kind of an aarch64 processor here when they are loaded, and one leaves the file open.
+_PROCESSOR = "/sys/devices/system/cpu/"
 
 
 class SnapshotError(Exception):
     """This process cannot be saved; the message says why."""
+
+
+def leave_room() -> None:
+    """Call this in the process that is going to execute the one that will be saved.
+
+    On aarch64, kernels may map the libraries of all processes within the same GiB, so that those of the saved one would
+    lie where the one that continues has its own. Without a limit for the stack, they map them elsewhere.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if os.uname().machine == "aarch64" and hard == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_STACK, (hard, hard))
 
 
 def save(
@@ -102,7 +116,7 @@ def _saving_function(library: Path) -> Callable[..., int]:
         # PyDLL keeps the interpreter's lock: nothing else may run, and the process that continues has to hold it.
         function = ctypes.PyDLL(str(library)).medusa_save_snapshot
     except (OSError, AttributeError):
-        raise SnapshotError("expected the compiled kernels for an x86-64 processor; see `medusa doctor`") from None
+        raise SnapshotError("expected the compiled kernels, found none; see `medusa doctor`") from None
     function.argtypes = ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t
     function.restype = ctypes.c_int
     return function
@@ -121,7 +135,9 @@ def _check_alone() -> None:
         raise SnapshotError(f"expected a process with one thread, found {threads}")
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and (found := _open_file(number)) is not None:
-            raise SnapshotError(f"expected a process without open files, found {found}")
+            if not found.startswith(_PROCESSOR):
+                raise SnapshotError(f"expected a process without open files, found {found}")
+            os.close(number)
 
 
 def _check(result: int, problem: bytes) -> None:

@@ -85,7 +85,7 @@ def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
     assert script.sample(QUESTION).ttft_s > 0.3
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="snapshots are for x86-64 and aarch64")
 def test_a_node_agent_is_timed_until_its_engine_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """And must use the snapshot where the row says so."""
     contestants = [ROWS[name](sys.executable) for name in ("torch-node", "torch-node-snapshot")]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medusa_snapshot.resuming import place
+from medusa_snapshot.saving import leave_room
 
 _PROCESS = Path(__file__).with_name("process.py")
 
@@ -22,7 +23,7 @@ class Saved:
         self.place = Path(place(str(folder), "test"))
         self.body = folder / "body.py"
         self.body.write_text(textwrap.dedent(code))
-        self.output = self._run("save", (), environ or {}).stdout
+        self.output = self._run("save", (), environ or {}, preexec_fn=leave_room).stdout
 
     def _run(
         self, what: str, arguments: Sequence[str], environ: Mapping[str, str], **options: object

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from medusa_snapshot.resuming import MEMORY, place, resume
 from snapshot.saved import Saved
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no snapshots here")
 
 _THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
@@ -101,6 +102,24 @@ def test_its_stack_is_one_piece(tmp_path: Path) -> None:
     assert saved.resume() == "True\n"
 
 
+def test_stacks_of_threads_are_as_large_as_the_limit_of_the_process_that_continues(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import ctypes
+        def resumed(arguments):
+            libc, attributes, size = ctypes.CDLL(None), (ctypes.c_char * 64)(), ctypes.c_size_t()
+            assert libc.pthread_getattr_default_np(attributes) == 0
+            assert libc.pthread_attr_getstacksize(attributes, ctypes.byref(size)) == 0
+            print(size.value >> 10)
+        """,
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    for soft in (3 << 20, 5 << 20):
+        given = saved.resume(preexec_fn=lambda soft=soft: resource.setrlimit(resource.RLIMIT_STACK, (soft, hard)))
+        assert given == f"{soft >> 10}\n"
+
+
 def test_functions_of_the_kernels_library_are_found_later(tmp_path: Path) -> None:
     saved = Saved(
         tmp_path,
@@ -115,6 +134,40 @@ def test_functions_of_the_kernels_library_are_found_later(tmp_path: Path) -> Non
         """,
     )
     assert saved.resume() == "time True\ngettimeofday True\n"
+
+
+def test_a_mapping_may_begin_with_an_address_of_the_kernels_library(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import ctypes, mmap
+        with open("/proc/self/maps") as maps:
+            vdso = next(int(line.split("-")[0], 16) for line in maps if "[vdso]" in line)
+        room = mmap.mmap(-1, 3 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(room)) + mmap.PAGESIZE
+        ctypes.c_uint64.from_address(begin).value = vdso
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin - mmap.PAGESIZE), mmap.PAGESIZE, 0)
+        def resumed(arguments):
+            print(ctypes.c_uint64.from_address(begin).value == vdso)
+        """,
+    )
+    assert saved.resume() == "True\n"
+
+
+def test_a_description_of_the_processor_may_be_left_open(tmp_path: Path) -> None:
+    saved = Saved(
+        tmp_path,
+        """
+        import os
+        left = os.open("/sys/devices/system/cpu/possible", os.O_RDONLY)
+        def resumed(arguments):
+            try:
+                print(os.readlink(f"/proc/self/fd/{left}"))
+            except FileNotFoundError:
+                print("closed")
+        """,
+    )
+    assert (saved.output, saved.resume()) == ("", "closed\n")
 
 
 def test_what_is_random_differs_in_each(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from medusa_runtime.errors import ConfigError, MedusaError, StateError
 from medusa_runtime.process import die_with_parent
 from medusa_snapshot.conditions import variables
 from medusa_snapshot.resuming import MEMORY, default_folder, place
-from medusa_snapshot.saving import remove_unfinished
+from medusa_snapshot.saving import leave_room, remove_unfinished
 
 from . import serving_process
 from .progress import size
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--if-possible",
         action="store_true",
-        help="where none can be made, or torch is built for GPUs, say why, and end with status 0",
+        help="where none can be made, or starts from one are untried, say why, and end with status 0",
     )
     parser.add_argument("--out", metavar="DIR", help="the folder for snapshots (default: the installation's)")
     parser.add_argument(
@@ -54,6 +54,12 @@ def _engine(environ: Mapping[str, str]) -> str:
     """Return the engine for whose starts a snapshot is made if the command line does not say. Unknown ones stay."""
     engine = environ.get("MEDUSA_ENGINE") or "torch"
     return serving_process.snapshot_of(engine) or engine
+
+
+def _untried(engine: str) -> str | None:
+    if engine == "torch" and installed_cuda() is not None:
+        return "on a GPU, starts from one are untried"
+    return f"a start from one {tried}" if (tried := serving_process.on_aarch64()) else None
 
 
 def _timeout(text: str) -> int:
@@ -81,8 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.engine not in serving_process.VARIABLES:
             expected = " or ".join(serving_process.VARIABLES)
             raise ConfigError(f"MEDUSA_ENGINE={arguments.engine}: there are snapshots for {expected} only")
-        if arguments.if_possible and arguments.engine == "torch" and installed_cuda() is not None:
-            raise StateError("no snapshot was made: on a GPU, starts from one are untried; `medusa snapshot` makes one")
+        if arguments.engine == "vllm" and serving_process.on_aarch64():
+            raise StateError("no snapshot was made: with vLLM there are snapshots on x86-64 only")
+        if arguments.if_possible and (why := _untried(arguments.engine)) is not None:
+            raise StateError(f"no snapshot was made: {why}; `medusa snapshot` makes one")
         _save(folder, arguments.engine, arguments.timeout_s)
     except MedusaError as error:
         remove_unfinished(target)
@@ -107,6 +115,7 @@ def _save(folder: str, engine: str, timeout_s: int) -> None:
     def prepare() -> None:
         die_with_parent(parent)
         signal.alarm(timeout_s)
+        leave_room()
 
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("chunks", "chunks.c", ()),
         ("staging", "staging.c", ()),
         ("graphs", "graphs.c", ()),
+        ("snapshot", "snapshot.c", ()),
         ("attention_neon", "attention_tile.c", ()),
     ),
 }
@@ -64,11 +65,13 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 PROGRAM_NAME = "medusa-resume"
 PROGRAM_SOURCE = "resume.c"
 PROGRAM_FLAGS = (
-    "-static", "-nostdlib", "-ffreestanding", "-fpie", "-no-pie", "-fno-stack-protector", "-fcf-protection=none",
-    "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,-Ttext-segment=0x600000000000",
-    "-Wl,--build-id=none",
+    "-static", "-nostdlib", "-ffreestanding", "-fpie", "-no-pie", "-fno-stack-protector",
+    "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,--build-id=none",
 )  # fmt: skip
-PROGRAM_MACHINES = ("x86_64",)
+PROGRAM_MACHINE_FLAGS = {
+    "x86_64": ("-fcf-protection=none", "-Wl,-Ttext-segment=0x600000000000"),
+    "aarch64": ("-mbranch-protection=none", "-Wl,-Ttext-segment=0xd00000000000"),
+}
 
 
 class KernelBuildError(Exception):
@@ -78,7 +81,7 @@ class KernelBuildError(Exception):
 def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
     """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
-    The program that continues snapshots becomes a file beside it, for machines that have snapshots.
+    The program that continues snapshots becomes a file beside it.
 
     Raises KernelBuildError if there is no compiler, if it compiles for a machine other than x86-64 or aarch64 Linux, or
     with the compiler's message.
@@ -94,11 +97,10 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
             list(threads.map(_run, ([*each, "-o", object] for each, object in zip(commands, objects, strict=True))))
         library = Path(folder, LIBRARY_NAME)
         _run([*compiler, "-shared", "-o", str(library), *objects, "-lm", "-lpthread"])
-        if architecture in PROGRAM_MACHINES:
-            program = Path(folder, PROGRAM_NAME)
-            flags = [flag for flag in FLAGS if flag != "-fPIC"]
-            _run([*compiler, *flags, *PROGRAM_FLAGS, "-o", str(program), str(SOURCE_DIR / PROGRAM_SOURCE)])
-            program.replace(target.with_name(PROGRAM_NAME))
+        program = Path(folder, PROGRAM_NAME)
+        flags = [flag for flag in FLAGS if flag != "-fPIC"] + [*PROGRAM_FLAGS, *PROGRAM_MACHINE_FLAGS[architecture]]
+        _run([*compiler, *flags, "-o", str(program), str(SOURCE_DIR / PROGRAM_SOURCE)])
+        program.replace(target.with_name(PROGRAM_NAME))
         library.replace(target)
     return target
 

@@ -6,13 +6,9 @@
 // continued process gets, and the program that is executed, with the same arguments, if memory cannot be mapped.
 #define _GNU_SOURCE
 #include "snapshot.h"
-#include <asm/prctl.h>
 #include <elf.h>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-
-#define TAIL_AT 0x610000000000
 
 struct library {
     const Elf64_Sym *symbols;
@@ -20,16 +16,6 @@ struct library {
     uint32_t count;
     uint64_t base;
 };
-
-static long call(long number, long a, long b, long c, long d, long e, long f) {
-    long result;
-    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = f;
-    __asm__ volatile("syscall"
-                     : "=a"(result)
-                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
-                     : "rcx", "r11", "memory");
-    return result;
-}
 
 static int equal(const char *a, const char *b) {
     while (*a && *a == *b) a++, b++;
@@ -107,7 +93,7 @@ static int patch(const struct snapshot *head, const struct patch *patches, uint6
     struct library old = library_at(head->vdso), new = library_at(vdso);
     for (uint32_t i = 0; i < head->patches; i++) {
         uint64_t *word = (uint64_t *)patches[i].address;
-        if (!patches[i].offset && word[-1] == AT_SYSINFO_EHDR) {
+        if (!patches[i].offset) {
             *word = vdso;  // in the list of what the kernel has told the process
             continue;
         }
@@ -151,7 +137,7 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
         } else {
             if (segment->kind == ZEROS) {
                 room_end = segment->end;
-                is_stack = segment->begin <= head->rsp && head->rsp < segment->end;
+                is_stack = segment->begin <= head->registers.stack_pointer && head->registers.stack_pointer < segment->end;
             }
             flags |= MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
         }
@@ -176,6 +162,25 @@ static int protect(const struct snapshot *head, const struct segment *segments) 
     return 0;
 }
 
+static int is_code(const struct snapshot *head, const struct segment *segments, uint64_t address) {
+    for (uint32_t i = 0; i < head->segments; i++)
+        if (segments[i].protection & PROT_EXEC && segments[i].begin <= address && address < segments[i].end) return 1;
+    return 0;
+}
+
+// Take the signatures off the return addresses on the stack.
+static int take_signatures_off(const struct snapshot *head, const struct segment *segments) {
+    if (!head->signs_returns) return 0;
+    uint64_t word = head->registers.stack_pointer & ~7ull, end = word;
+    for (uint32_t i = 0; i < head->segments; i++)
+        if (segments[i].begin <= word && end < segments[i].end && word < segments[i].end) end = segments[i].end;
+    for (; word < end; word += 8) {
+        uint64_t *at = (uint64_t *)word, address = unsigned_address(*at);
+        if (address != *at && is_code(head, segments, address)) *at = address;
+    }
+    return stop_signing();
+}
+
 static const char *number(const char *text, int *value) {
     for (*value = 0; *text >= '0' && *text <= '9'; text++) *value = *value * 10 + *text - '0';
     return *text ? text + 1 : text;
@@ -196,7 +201,8 @@ static int prepare(struct snapshot *head, int snapshot, uint64_t vdso) {
     const char *tail = (const char *)TAIL_AT - from;
     const struct segment *segments = (const void *)(tail + head->segments_at);
     if (map(head, segments, tail + head->names_at, snapshot) ||
-        patch(head, (const void *)(tail + head->patches_at), vdso) || protect(head, segments))
+        patch(head, (const void *)(tail + head->patches_at), vdso) ||
+        take_signatures_off(head, segments) || protect(head, segments))
         return -1;
     call(SYS_munmap, TAIL_AT, bytes, 0, 0, 0, 0);
     return 0;
@@ -233,28 +239,9 @@ __attribute__((used)) static void run(long *stack) {
         call(SYS_close, message, 0, 0, 0, 0, 0);
         give_up(program, arguments, variables);
     }
-    call(SYS_arch_prctl, ARCH_SET_FS, head.fs, 0, 0, 0, 0);
+    set_thread_pointer(head.thread_pointer);
     *(int *)head.thread_id = call(SYS_gettid, 0, 0, 0, 0, 0, 0);
-    // save_registers returns once more.
-    __asm__ volatile("ldmxcsr 64(%0)\n"
-                     "fldcw 68(%0)\n"
-                     "mov 0(%0), %%rbx\n"
-                     "mov 8(%0), %%rbp\n"
-                     "mov 16(%0), %%r12\n"
-                     "mov 24(%0), %%r13\n"
-                     "mov 32(%0), %%r14\n"
-                     "mov 40(%0), %%r15\n"
-                     "mov 48(%0), %%rsp\n"
-                     "jmp *56(%0)"
-                     :
-                     : "D"(&head), "a"(message)
-                     : "memory");
+    restore_registers(&head.registers, message);
 }
 
-__asm__(".globl _start\n"
-        "_start:\n"
-        "xor %ebp, %ebp\n"
-        "mov %rsp, %rdi\n"
-        "and $-16, %rsp\n"
-        "call run\n"
-        "hlt\n");
+__asm__(".globl _start\n" START);

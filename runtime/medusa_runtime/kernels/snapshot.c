@@ -1,10 +1,11 @@
 // Save the memory of this process, which must have a single thread, into a file from which resume.c continues it.
 #define _GNU_SOURCE
 #include "snapshot.h"
-#include <asm/prctl.h>
+#include <elf.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -29,25 +30,9 @@ static char *problem;
 static size_t problem_bytes;
 
 // Returns 0 once the registers are saved. In a process that is continued it returns again, with what that one passes.
-int save_registers(struct snapshot *head);
+int save_registers(struct registers *registers);
 __asm__(".text\n"
-        ".type save_registers, @function\n"
-        "save_registers:\n"
-        "mov %rbx, 0(%rdi)\n"
-        "mov %rbp, 8(%rdi)\n"
-        "mov %r12, 16(%rdi)\n"
-        "mov %r13, 24(%rdi)\n"
-        "mov %r14, 32(%rdi)\n"
-        "mov %r15, 40(%rdi)\n"
-        "lea 8(%rsp), %rax\n"
-        "mov %rax, 48(%rdi)\n"
-        "mov (%rsp), %rax\n"
-        "mov %rax, 56(%rdi)\n"
-        "stmxcsr 64(%rdi)\n"
-        "fnstcw 68(%rdi)\n"
-        "xor %eax, %eax\n"
-        "ret\n"
-        ".size save_registers, . - save_registers\n");
+        ".type save_registers, %function\n" SAVE_REGISTERS ".size save_registers, . - save_registers\n");
 
 static int fail(const char *format, ...) {
     va_list values;
@@ -128,7 +113,7 @@ static int save_file_mapping(uint64_t begin, uint64_t end, int protection, uint6
 static int save_stack(uint64_t end, int protection) {
     struct segment room = {end - STACK_BYTES, end, 0, 0, protection, ZEROS};
     // The 128 bytes below the stack pointer belong to the function that is running (System V ABI).
-    uint64_t begin = (head.rsp - 128) & ~(PAGE - 1);
+    uint64_t begin = (head.registers.stack_pointer - 128) & ~(PAGE - 1);
     return add(room) || save_pages(begin, end, protection, 0) ? -1 : 0;
 }
 
@@ -163,8 +148,11 @@ static int save_mapping(const char *line, const char *flags) {
 static int find_patches(void) {
     for (uint32_t i = 0; i < head.segments; i++) {
         if (segments[i].kind != SAVED || segments[i].begin == head.vdso) continue;
-        for (const uint64_t *word = (const uint64_t *)segments[i].begin; word < (const uint64_t *)segments[i].end; word++) {
+        const uint64_t *begin = (const uint64_t *)segments[i].begin, *end = (const uint64_t *)segments[i].end;
+        for (const uint64_t *word = begin; word < end; word++) {
             if (*word < head.vdso || *word >= head.vdso_end) continue;
+            // The library's first byte is no function. Its address matters in the list of what the kernel has told the process.
+            if (*word == head.vdso && (word == begin || word[-1] != AT_SYSINFO_EHDR)) continue;
             if (head.patches == MOST_PATCHES) return fail("it calls the kernel's library from too many places");
             patches[head.patches++] = (struct patch){(uint64_t)word, *word - head.vdso};
         }
@@ -219,7 +207,7 @@ static void agree_with_kernel(void) {
     __curbrk = (void *)syscall(SYS_brk, 0);
     if (&__rseq_offset) {
         // Restartable sequences were not registered for this process, so the kernel does not keep its CPU's number.
-        int *numbers = (int *)(head.fs + __rseq_offset);
+        int *numbers = (int *)(head.thread_pointer + __rseq_offset);
         numbers[0] = 0;
         numbers[1] = -2;
     }
@@ -234,12 +222,16 @@ __attribute__((visibility("default"))) int medusa_save_snapshot(int into, size_t
     names_bytes = 0;
     file = into, problem = why, problem_bytes = why_bytes;
     if (!&__curbrk) return fail("expected glibc, found another C library");
-    syscall(SYS_arch_prctl, ARCH_GET_FS, &head.fs);
-    head.thread_id = head.fs + thread_id_at;
+    if (sysconf(_SC_PAGESIZE) != PAGE) return fail("expected pages of 4 KiB, found %ld bytes", sysconf(_SC_PAGESIZE));
+    int signs = signs_returns();
+    if (signs < 0) return fail("this kernel cannot switch pointer authentication off; Linux 5.13 can");
+    head.signs_returns = signs;
+    head.thread_pointer = thread_pointer();
+    head.thread_id = (uint64_t)pthread_self() + thread_id_at;
     if (*(const int *)head.thread_id != syscall(SYS_gettid)) return fail("glibc keeps the id of a thread elsewhere");
     pages_file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (pages_file < 0) return fail("/proc/self/pagemap cannot be opened: %s", strerror(errno));
-    int resumed = save_registers(&head);
+    int resumed = save_registers(&head.registers);
     if (resumed) {
         agree_with_kernel();
         return resumed;

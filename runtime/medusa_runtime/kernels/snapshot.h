@@ -1,6 +1,11 @@
 // The file that snapshot.c writes and resume.c reads. Addresses are those of the process that wrote it.
 #pragma once
 #include <stdint.h>
+#if defined(__x86_64__)
+#include "snapshot_x86_64.h"
+#else
+#include "snapshot_aarch64.h"
+#endif
 
 #define PAGE 4096ull
 #define STACK_BYTES (8ull << 20)  // what the main thread's stack may grow to
@@ -18,13 +23,13 @@ enum segment_kind {
 
 // Registers come first: assembly knows their offsets.
 struct snapshot {
-    uint64_t rbx, rbp, r12, r13, r14, r15, rsp, rip;
-    uint32_t mxcsr, x87;
-    uint64_t fs;            // the thread pointer
-    uint64_t thread_id;     // where libc keeps the main thread's id
+    struct registers registers;
+    uint64_t thread_pointer;
+    uint64_t thread_id;  // where libc keeps the main thread's id
     uint64_t vdso, vdso_end;  // where the kernel's library lay
     uint64_t segments_at, patches_at, names_at, tail_bytes;
     uint32_t segments, patches;
+    uint32_t signs_returns;
 };
 
 struct segment {

@@ -18,7 +18,7 @@ from medusa_snapshot.resuming import place
 from plain_environ import plain_environ
 from process_tree import alive, descendants
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64")
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no snapshots here")
 
 _MEDUSA = Path(sys.executable).with_name("medusa")
 

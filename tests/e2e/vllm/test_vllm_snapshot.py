@@ -24,7 +24,7 @@ PATIENCE_S = 300.0
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="snapshots are for x86-64"),
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="snapshots are for x86-64 and aarch64"),
 ]
 
 
