@@ -410,7 +410,7 @@ OPTIONS = (
         OneOf(*SERVER_TIMINGS),
         "what the first answer's Server-Timing header shows of the start: its length, or all stages",
     ),
-    Option("body_memory_mb", positive, "memory for request bodies in sum; default: eight of the largest"),
+    Option("body_memory_mb", positive, "memory for request bodies in sum; default: at most eight of the largest"),
     Option("token", _token, "secret that requests must bear; better as variable than as flag"),
     Option("api_key_file", _text, "file with a token a line; read again when it changes"),
     Option("cors_origins", _origins, "web pages that may call: origins with commas, or *"),

@@ -9,7 +9,7 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.limits import OutOfMemory
+from medusa_runtime.limits import OutOfMemory, memory_limit_bytes
 from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
 _IDLE_CONNECTIONS = 2048
 _LARGEST_BODIES = 8  # how many of the largest bodies have memory at the same time, unless body_memory_mb is set
+_PART_OF_LIMIT = 0.25  # of the memory that a container may use
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
@@ -34,7 +35,13 @@ def worker_folder() -> str | None:
 
 def body_memory_mb(settings: Settings) -> int:
     """Return how many MB all request bodies may take together: at least enough for one of the largest."""
-    return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
+    return max(settings.body_memory_mb or _default_body_memory_mb(settings), settings.max_body_mb + 4)
+
+
+def _default_body_memory_mb(settings: Settings) -> int:
+    several = _LARGEST_BODIES * settings.max_body_mb
+    limit = memory_limit_bytes()
+    return several if limit is None else min(several, int(limit * _PART_OF_LIMIT) // 10**6)
 
 
 def threads(settings: Settings) -> int:
