@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,27 +55,11 @@ def test_a_worker_that_the_kernel_kills_is_replaced(group: MemoryGroup, start: S
     assert serving.stop() == 0
 
 
-@pytest.mark.parametrize("group", [450], indirect=True)
-def test_large_bodies_that_come_together_are_answered(group: MemoryGroup, start: Start, example: Path) -> None:
-    serving = start("--model", example, wrapper=group.inside)
-    serving.wait_ready()
-    worker, statuses, body = (
-        serving.child("worker"),
-        [],
-        json.dumps({"prompt": "many words " * 2_700_000, "max_tokens": 1}),
+@pytest.mark.parametrize("group", [600], indirect=True)
+def test_bodies_take_a_quarter_of_the_limit_at_most(group: MemoryGroup) -> None:
+    code = (
+        "from medusa_handler.server.gunicorn_options import body_memory_mb; from medusa_runtime.config import Settings"
+        "; print(body_memory_mb(Settings()), body_memory_mb(Settings(body_memory_mb=500)))"
     )
-    serving.complete(max_tokens=1)
-    asking = [
-        threading.Thread(
-            target=lambda: statuses.append(serving.request("POST", "/v1/completions", body, timeout_s=200)[0])
-        )
-        for _ in range(8)
-    ]
-    for thread in asking:
-        thread.start()
-    for thread in asking:
-        thread.join()
-    assert len(statuses) == 8
-    assert set(statuses) <= {400, 413, 503}
-    assert (serving.child("worker"), group.kills()) == (worker, 0)
-    assert serving.stop() == 0
+    done = subprocess.run([*group.inside, sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "149 500\n"
