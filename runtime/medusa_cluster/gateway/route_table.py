@@ -79,12 +79,14 @@ class RouteTable:
         reported_at = 0.0
         while True:
             report_now, found = self._report_now.is_set(), loads()
+            # Waits grow by themselves, so they are no change.
+            compared = {name: {**load, "longest_wait_s": 0.0} for name, load in found.items()}
             self._report_now.clear()
             answer, self._next_answer = self._next_answer, None
-            if report_now or answer or found != reported or time.monotonic() - reported_at >= _REPEAT_S:
+            if report_now or answer or compared != reported or time.monotonic() - reported_at >= _REPEAT_S:
                 try:
                     self._on_answer(await self._controller.report(found, self.current.version if self.known else ""))
-                    pause_s, reported, reported_at = _REPORT_S, found, time.monotonic()
+                    pause_s, reported, reported_at = _REPORT_S, compared, time.monotonic()
                 except MedusaError as error:
                     self._note_away(error)
                     pause_s, reported = min(2 * pause_s, _LONGEST_PAUSE_S), None

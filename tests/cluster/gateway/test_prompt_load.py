@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_load_that_has_not_changed_is_seldom_repeated(
     before = cluster.reports
     time.sleep(2)
     assert 0 < cluster.reports - before < 10
+
+
+def test_a_wait_that_grows_is_no_change(cluster: StandIn, start_gateway: Callable[..., GatewayProcess]) -> None:
+    cluster.deploy("m")
+    gateway = start_gateway()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gateway.post, "/v1/completions", {"model": "m", "prompt": "A"})
+        # Then no rate changes any more.
+        until(lambda: any(load["m"]["longest_wait_s"] > 3 for load in cluster.loads.values() if "m" in load))
+        before = cluster.reports
+        time.sleep(2)
+        assert 0 < cluster.reports - before < 10
+        cluster.remove("m")
 
 
 def test_all_routes_of_encoders_are_passed_on() -> None:
