@@ -36,7 +36,7 @@ class MetricsReader:
         try:
             async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
                 found = engine_gauges(await answer.text())
-        except (ClientError, TimeoutError, ValueError) as error:  # another process may have its port now
+        except (ClientError, TimeoutError, ValueError, LookupError) as error:  # another process may have its port now
             logger.debug("the metrics of %s could not be read: %s", instance.id, error)
             return
         instance.kv_use = min(found[_USED] / found[_ROOM], 1.0) if found[_ROOM] else 0.0

@@ -31,7 +31,14 @@ def test_what_is_no_number_is_refused(value: str) -> None:
 
 
 def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    pages = [PAGE, PAGE.replace("250", "500"), "", "medusa_engine_kv_tokens nan\n", "medusa_engine_kv_tokens 5\n"]
+    pages = [
+        PAGE,
+        PAGE.replace("250", "500"),
+        "",
+        "zip",
+        "medusa_engine_kv_tokens nan\n",
+        "medusa_engine_kv_tokens 5\n",
+    ]
     used = []
 
     async def run() -> None:
@@ -45,9 +52,11 @@ def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothin
             assert b"Authorization: Bearer secret\r\n" in head
             used.append(instances.status({})[0]["kv_use"])
             page = pages.pop(0)
+            kind = "text/plain; charset=zip" if page == "zip" else "text/plain"
             if not pages:
                 one.running = 0
-            return f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n{page}".encode() if page else b"no HTTP"
+            head_lines = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n\r\n"
+            return f"{head_lines}{page}".encode() if page else b"no HTTP"
 
         with ScriptedServer(answer) as server:
             listening.set_result(server.port)
@@ -58,9 +67,9 @@ def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothin
             await asyncio.sleep(1.5)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            assert len(server.requests) == 5, "it is read without requests"
+            assert len(server.requests) == 6, "it is read without requests"
         assert one.prefill_tokens_per_s == 4000
         assert instances.status({})[0]["kv_use"] == 0, "without requests"
 
     asyncio.run(run())
-    assert used == [0, 0.25, 0.5, 0.5, 0.5]
+    assert used == [0, 0.25, 0.5, 0.5, 0.5, 0.5]
