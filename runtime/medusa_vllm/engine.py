@@ -39,6 +39,7 @@ from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
 from .flags import flag_words
 from .imports import server_is_imported
+from .prefills import watch_prefills
 from .serving.front_end import FrontEnd, ServedModel
 from .structured import StructuredOutputManagers, TokenizerFolder
 
@@ -106,7 +107,6 @@ class VllmEngine:
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
         self._steps = 0
-        self._prefilled = 0  # tokens of prompts that the step under way has ended
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if self._is_pooling:
@@ -216,8 +216,12 @@ class VllmEngine:
 
         with self._timeline.stage("core"), cached_entry_points():
             core = core_class()(self.config, Executor.get_class(self.config), self._inbox, self._handle)
-            core.on_add = self._on_add
+        self._watch(core)
         return core
+
+    def _watch(self, core: Any) -> None:
+        core.on_add = self._on_add
+        watch_prefills(core.scheduler, self._requests.note_prefill)
 
     def _load(self) -> None:
         try:
@@ -257,7 +261,7 @@ class VllmEngine:
             self._requests.end(sequence, "error", RequestError(f"vLLM refuses the request: {error}"))
 
     def _step(self) -> None:
-        start_ns, self._prefilled = time.monotonic_ns(), 0
+        start_ns = time.monotonic_ns()
         try:
             executed = self._core.run_step()
         except Exception as error:
@@ -267,8 +271,6 @@ class VllmEngine:
         if executed and self._steps == 0:
             self._first_forward(start_ns)
         self._steps += executed
-        # Of a prompt that takes several steps, the last one has computed a part.
-        self._requests.note_prefill(min(self._prefilled, self._settings.max_batched_tokens), start_ns)
 
     def _first_forward(self, start_ns: int) -> None:
         self._timeline.record("first_forward", start_ns, time.monotonic_ns())
@@ -286,8 +288,6 @@ class VllmEngine:
             self._structured.install(self._core)
 
     def _deliver(self, sequence: Sequence, output: Any) -> None:
-        if len(sequence.tokens) == sequence.prompt_length:
-            self._prefilled += sequence.prompt_length
         for position, token in enumerate(output.new_token_ids):
             delta = self._requests.add_token(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:

@@ -32,6 +32,7 @@ from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
 from medusa_vllm.imports import set_variables
 from medusa_vllm.lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
+from medusa_vllm.prefills import watch_prefills
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, MissingPartError, check_version, is_tested, missing_parts
 
@@ -449,3 +450,24 @@ def test_what_cannot_be_imported_beforehand_is_left_to_whoever_needs_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     import_those_there(("medusa_test_absent", "medusa_test_broken", "medusa_test_fine"))
     assert sys.modules.pop("medusa_test_fine").__file__ == str(tmp_path / "medusa_test_fine.py")
+
+
+def test_what_steps_compute_of_prompts_is_noted_when_each_ends() -> None:
+    """Two steps are under way at the same time, as with asynchronous scheduling."""
+    steps = [
+        SimpleNamespace(num_scheduled_tokens=tokens, scheduled_spec_decode_tokens={"drafted": [1, 2]})
+        for tokens in ({}, {"a": 8}, {"a": 5, "b": 3}, {"a": 1, "b": 4, "drafted": 3})
+    ]
+    scheduler = SimpleNamespace(schedule=iter(steps).__next__, update_from_output=lambda step, output: output)
+    noted: list[tuple[int, int]] = []
+    watch_prefills(scheduler, lambda *one: noted.append(one))
+    for _ in range(2):  # the first one that computes may wait for layers
+        assert scheduler.update_from_output(scheduler.schedule(), "answer") == "answer"
+    assert noted == []
+    began_ns = time.monotonic_ns()
+    under_way = [scheduler.schedule(), scheduler.schedule()]
+    scheduled_ns = time.monotonic_ns()
+    for step in under_way:
+        scheduler.update_from_output(step, "answer")
+    assert [tokens for tokens, _ in noted] == [8, 4]
+    assert all(began_ns <= start_ns <= scheduled_ns for _, start_ns in noted)

@@ -116,7 +116,7 @@ class VllmLeader(VllmEngine):
             core = PlainCore(
                 self._rank_config.config, partial(GroupExecutor, calls=self._calls), self._inbox, self._handle
             )
-            core.on_add = self._on_add
+            self._watch(core)
         return core
 
     def _start_rank_zero(self) -> None:

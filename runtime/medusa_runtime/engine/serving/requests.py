@@ -24,6 +24,8 @@ from .validation import check_params, check_prompt, check_prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
+_TELLING = 512  # tokens of prompts in a step; fewer do not keep a GPU busy
+
 Sink = Callable[[Delta], None]
 
 
@@ -162,8 +164,11 @@ class Requests:
             self.end(sequence, "error", error)
 
     def note_prefill(self, tokens: int, start_ns: int) -> None:
-        """Note that a step which began then (by the monotonic clock) has computed so many tokens of prompts."""
-        if tokens:
+        """Note that a step which began then (by the monotonic clock) has computed so many tokens of prompts.
+
+        A step of a few tokens takes about as long as one of many, so it says nothing of what can be computed.
+        """
+        if tokens >= min(_TELLING, self._settings.max_batched_tokens // 2):
             rate = tokens * 1e9 / max(time.monotonic_ns() - start_ns, 1)
             self._prefill_tokens_per_s = max(self._prefill_tokens_per_s, rate)
 

@@ -369,7 +369,8 @@ class TorchEngine:
                 sequence.cancelled = True
                 self._requests.end(sequence, "error", RequestError(_NO_TOKEN_LEFT))
         self._constraints.add_tokens(sequences, sampled, request_next=request_next_masks)
-        self._requests.note_prefill(sum(stop - start for _, start, stop in spans if stop - start > 1), start_ns)
+        if self._steps:  # the first one may have waited for layers
+            self._requests.note_prefill(sum(stop - start for _, start, stop in spans if stop - start > 1), start_ns)
         self._steps += 1
         if self._steps == 1:
             self._timeline.record(
