@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ ATTENTIONS = {"Olmo2": "whole", "Exaone4": "heads", "Granite": "", "Cohere": Non
 
 def attentions(name: str, **changes: Any) -> list[Any]:
     """The attention modules of a decoder as the engine has it."""
-    raw = getattr(transformers, f"{name}Config")(**SHAPE | changes).to_dict()
+    raw = json.loads(getattr(transformers, f"{name}Config")(**SHAPE | changes).to_json_string(use_diff=False))
     model: Any = model_config(raw | {"architectures": [f"{name}ForCausalLM"]}).model()
     return [layer.self_attn for layer in model.module.model.layers]
 
