@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with closing(system_named(name, arguments.model, arguments.vllm_python)) as system:
             measure(result, system, traces, options)
     if arguments.lab:
-        names.append(lab.LabSystem.name)
+        names = [*names, lab.LabSystem.name]
         with lab.cluster_of(arguments.model, arguments.lab) as cluster:
             measure_lab(result, cluster, traces, options, arguments.lab, arguments.model)
     print(result.machine["cpu"], f"{result.machine['cores']} cores", arguments.model, sep=", ", end="\n\n")
