@@ -265,7 +265,7 @@ def test_a_response_says_how_long_its_own_body_is(serve: Serve) -> None:
     assert served.request("POST", "/", b"long stream", TEXT)[1] == b"all"
     assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok")
     assert "returned a body of 9 bytes with the header Content-Length: 100" in served.output()
-    assert "returned a body of 9 bytes with the header Content-Length: 3" in served.output()
+    served.until(lambda: "returned a body of 9 bytes with the header Content-Length: 3" in served.output())
 
 
 def test_sys_exit_ends_its_own_request_alone(serve: Serve) -> None:
