@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json chooses for requests that leave a field out."""
+"""A request that leaves out a field of sampling gets the value of the checkpoint's generation_config.json."""
 
 from __future__ import annotations
 

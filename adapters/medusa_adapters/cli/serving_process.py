@@ -47,7 +47,6 @@ _MODULES = (
 )
 _FLAG, _VARIABLE = "--snapshots", "MEDUSA_SNAPSHOTS"
 OTHER_FOLDER = "choose another folder with --out, and name it in --snapshots"  # where this one cannot be written to
-_UNTRIED_ON_GPUS = "is untried on GPUs"
 resumed_with: str | None = None  # the engine of the snapshot that this process continues from
 why_not: str | None = None  # why the snapshot that is there is not used
 is_outdated = False  # whether a new one would be used
@@ -140,7 +139,7 @@ def log_use(engine: str, folder: str, device: str = "auto") -> None:
         command = command_for(snapshot_of(engine) or engine, folder)
         advice = f"; `{command}` makes a new one" if is_outdated else ""
         logger.info("the snapshot is not used: %s%s", why_not, advice)
-    elif resumed_with and (tried := on_aarch64() or (_UNTRIED_ON_GPUS if device != "cpu" and _has_gpu() else None)):
+    elif resumed_with and (tried := on_aarch64() or ("is untried on GPUs" if device != "cpu" and _has_gpu() else None)):
         logger.info("this process continues from a snapshot, which %s; --snapshots none uses none", tried)
 
 

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientSession, ClientTimeout
 
+from .instance_page import UNREADABLE, read_page
 from .instances import Instances, RunningInstance
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,9 @@ class MetricsReader:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _read(self, session: ClientSession, instance: RunningInstance) -> None:
-        url = f"http://127.0.0.1:{instance.port}/metrics"
         try:
-            async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
-                found = engine_gauges(await answer.text())
-        except (ClientError, TimeoutError, ValueError, LookupError) as error:  # another process may have its port now
+            found = engine_gauges(await read_page(session, instance, "/metrics"))
+        except UNREADABLE as error:
             logger.debug("the metrics of %s could not be read: %s", instance.id, error)
             return
         instance.kv_use = min(found[_USED] / found[_ROOM], 1.0) if found[_ROOM] else 0.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientSession, ClientTimeout
 
+from .instance_page import UNREADABLE, read_page
 from .instances import Instances, RunningInstance
 
 logger = logging.getLogger(__name__)
@@ -17,7 +19,6 @@ _SOON_S, _LATER_S = 0.25, 2.0  # between two readings: during a start, and of an
 _START_S = 60.0
 _ENDS = ("alone", "consolidated", "released")  # marks after which an instance no longer shares its model
 _STATES = ("prefilling", *_ENDS)
-_UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 
 class TimelineReader:
@@ -55,14 +56,12 @@ class TimelineReader:
         return True
 
     async def _read(self, session: ClientSession, instance: RunningInstance) -> None:
-        url = f"http://127.0.0.1:{instance.port}/timeline"
         self._last_read_at[instance.id] = asyncio.get_running_loop().time()
         try:
-            async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
-                stages = (await answer.json())["stages"]
+            stages = json.loads(await read_page(session, instance, "/timeline"))["stages"]
             start = start_times(stages, instance.first_request_ns)
             states = [stage["name"] for stage in stages if stage["name"] in _STATES]
-        except _UNREADABLE as error:  # another process may have its port now
+        except UNREADABLE as error:
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
         instance.start = start or instance.start

@@ -21,7 +21,6 @@ enum segment_kind {
     SHARED,     // pages of this file, which a process shares with those that it forks
 };
 
-// Registers come first: assembly knows their offsets.
 struct snapshot {
     struct registers registers;
     uint64_t thread_pointer;

@@ -7,6 +7,7 @@
 
 #define TAIL_AT 0xd10000000000  // above the program medusa-resume (build.py), below libraries
 
+// Assembly knows the offsets.
 struct registers {
     uint64_t x19_to_x30[12], stack_pointer, d8_to_d15[8], fpcr;
 };

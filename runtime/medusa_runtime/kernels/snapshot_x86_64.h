@@ -6,6 +6,7 @@
 
 #define TAIL_AT 0x610000000000  // above the program medusa-resume (build.py), below libraries
 
+// Assembly knows the offsets.
 struct registers {
     uint64_t rbx, rbp, r12, r13, r14, r15, stack_pointer, rip;
     uint32_t mxcsr, x87;

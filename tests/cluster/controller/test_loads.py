@@ -1,4 +1,4 @@
-"""What instances say of themselves decides how many there are: how full they are, and what they can do."""
+"""Instances report how full they are and how fast they compute, and a cluster has as many as these figures ask for."""
 
 from __future__ import annotations
 

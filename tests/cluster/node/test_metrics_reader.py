@@ -1,12 +1,15 @@
-"""What a node reads from the metrics of its instances."""
+"""A node reads the metrics of its instances."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node.instance_page import read_page
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.metrics_reader import MetricsReader, engine_gauges
 from medusa_cluster.node.settings import NodeServerSettings
@@ -28,6 +31,24 @@ def test_gauges_that_are_missing_are_0() -> None:
 def test_what_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r"medusa_engine_kv_tokens|could not convert"):
         engine_gauges(f"medusa_engine_kv_tokens {value}\n")
+
+
+def test_a_page_without_an_end_is_not_kept() -> None:
+    """The port of an instance that has ended may be another process's."""
+
+    async def run(port: int) -> None:
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        listening.set_result(port)
+        instance = RunningInstance("i", Deployment("m", "/m"), "secret", listening)
+        async with ClientSession() as session:
+            await read_page(session, instance, "/metrics")
+
+    endless = itertools.chain([b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"], itertools.repeat(bytes(1 << 20)))
+    with (
+        ScriptedServer(lambda _: endless) as server,
+        pytest.raises(ValueError, match="at most 16777216 bytes"),
+    ):
+        asyncio.run(run(server.port))
 
 
 def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:

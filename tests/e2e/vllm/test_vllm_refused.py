@@ -1,4 +1,4 @@
-"""What vLLM refuses while it starts ends the instance with one line that says what to do."""
+"""If vLLM refuses to start, the instance ends with one line, which says what to do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
 
 
 def test_what_a_request_leaves_out_is_the_checkpoints(serve: Serve) -> None:
-    """As in vLLM. The length is a chat's and a response's: a completion has 16 tokens."""
+    """As in vLLM, max_new_tokens holds for chats and responses. A completion has 16 tokens all the same."""
     generation = {"temperature": 0.5, "top_p": 0.25, "max_new_tokens": 3, "top_k": None, "do_sample": True}
     served = serve(files={"chat_template.jinja": TEMPLATE, "generation_config.json": json.dumps(generation)})
     asked = {"messages": [{"role": "user", "content": "a"}]}

@@ -1,4 +1,4 @@
-"""What engines on a GPU can import before there is a GPU's context. None of it touches CUDA."""
+"""Imports for the engines on a GPU. They use no CUDA, so they can be made before there is a context."""
 
 from __future__ import annotations
 

@@ -28,11 +28,16 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 def accepts(name: str, value: float) -> bool:
     """Return whether the sampling parameter ``name``, which is a number, may have this value in a request."""
-    if name == "top_k":
-        return isinstance(value, int) and -1 <= value <= _MOST_TOP_K
-    if name == "max_tokens":
-        return isinstance(value, int) and value >= 1
-    return abs(value) <= _LARGEST and _NUMBERS[name][1](value)
+    try:
+        if name == "top_k":
+            _check_top_k(value)
+        elif name == "max_tokens":
+            _count(name, value, 1, None, "1 or more")
+        else:
+            _number(name, value, *_NUMBERS[name])
+    except RequestError:
+        return False
+    return True
 
 
 def check_prompt(prompt: list[int], info: EngineInfo, *, room: int = 1) -> None:
@@ -63,7 +68,7 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     """Check sampling parameters. Raises RequestError. ``has_text``: the checkpoint has a tokenizer.json."""
     for name, (accepted, good) in _NUMBERS.items():
         _number(name, getattr(params, name), accepted, good)
-    _count("top_k", params.top_k, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
+    _check_top_k(params.top_k)
     scores = info.engine == "torch"  # others' tokens are scored by vLLM's own HTTP routes
     _count("max_tokens", params.max_tokens, 0 if scores else 1, None, f"{0 if scores else 1} or more")
     if params.max_tokens is not None and params.max_tokens > info.max_model_len:
@@ -151,6 +156,10 @@ def _check_bad_words(params: SamplingParams, has_text: bool) -> None:
 def _number(name: str, value: Any, accepted: str, good: Callable[[float], bool]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST or not good(value):
         raise _error(name, accepted, value)
+
+
+def _check_top_k(value: float) -> None:
+    _count("top_k", value, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
 
 
 def _count(name: str, value: Any, least: int, most: int | None, accepted: str) -> None:
