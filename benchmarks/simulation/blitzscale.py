@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from medusa_cluster.policy.scaling import Bounds
@@ -273,17 +273,28 @@ def parts(system: str, runs: list[Outcome]) -> list[Line]:
     return [*found, Line(f"load: what waits: {system}, later than 1.25 s", late, None, "%")]
 
 
-def figure_19(seconds: float) -> Figure:
+def _by_trace(
+    systems: Sequence[str], seconds: float, measured: Callable[[str, Outcome], list[tuple[str, float, str]]]
+) -> tuple[list[Line], list[Order], dict[str, float]]:
+    """Simulate each trace with each system. ``measured`` returns lines: text, value, unit. The last one is shown."""
     found, orders, shown = [], [], {}
     for trace in CASES:
-        held = {}
-        for system in ("blitzscale", "s-llm"):
-            outcome = run(system, trace, seconds)
-            size = fleet(trace).models[0].profile.size_bytes
-            copies = outcome.held_byte_s / outcome.seconds / size if outcome.seconds else 0.0
-            held[system] = shown[f"{trace}, {system}"] = copies
-            found.append(Line(f"{trace}, {system}: copies in host memory, mean", copies, None, ""))
-        orders.append(Order(f"{trace}, order", held))
+        values = {}
+        for system in systems:
+            lines = measured(trace, run(system, trace, seconds))
+            found += [Line(f"{trace}, {system}: {text}", value, None, unit) for text, value, unit in lines]
+            values[system] = shown[f"{trace}, {system}"] = lines[-1][1]
+        orders.append(Order(f"{trace}, order", values))
+    return found, orders, shown
+
+
+def figure_19(seconds: float) -> Figure:
+    def copies(trace: str, outcome: Outcome) -> list[tuple[str, float, str]]:
+        size = fleet(trace).models[0].profile.size_bytes
+        mean_copies = outcome.held_byte_s / outcome.seconds / size if outcome.seconds else 0.0
+        return [("copies in host memory, mean", mean_copies, "")]
+
+    found, orders, shown = _by_trace(("blitzscale", "s-llm"), seconds, copies)
     return Figure(
         "blitzscale-19",
         "BlitzScale Figure 19: host memory that holds weights",
@@ -401,18 +412,15 @@ def figure_21(seconds: float) -> Figure:
 
 
 def figure_22(seconds: float) -> Figure:
-    found, orders, shown = [], [], {}
-    for trace, case in CASES.items():
-        shares = {}
-        for system in ("s-llm", "blitzscale"):
-            outcome = run(system, trace, seconds)
-            machine = hosts(case)
-            paid_s = min(case.seconds, seconds)
-            share = 100 * outcome.moved_bytes / (machine.count * machine.link_bytes_per_s * paid_s)
-            shares[system] = shown[f"{trace}, {system}"] = share
-            found.append(Line(f"{trace}, {system}: weights that travelled", outcome.moved_bytes / GB, None, "GB"))
-            found.append(Line(f"{trace}, {system}: of what all network cards can receive", share, None, "%"))
-        orders.append(Order(f"{trace}, order", shares))
+    def moved(trace: str, outcome: Outcome) -> list[tuple[str, float, str]]:
+        machine, paid_s = hosts(CASES[trace]), min(CASES[trace].seconds, seconds)
+        share = 100 * outcome.moved_bytes / (machine.count * machine.link_bytes_per_s * paid_s)
+        return [
+            ("weights that travelled", outcome.moved_bytes / GB, "GB"),
+            ("of what all network cards can receive", share, "%"),
+        ]
+
+    found, orders, shown = _by_trace(("s-llm", "blitzscale"), seconds, moved)
     return Figure(
         "blitzscale-22",
         "BlitzScale Figure 22: weights on the network",
