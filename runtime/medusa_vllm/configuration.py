@@ -91,7 +91,7 @@ def _arguments(
         "kv_cache_memory_bytes": _PLACEHOLDER_BYTES,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": _executor(settings),
-        "disable_log_stats": True,
+        "disable_log_stats": bool(flags.get("disable_log_stats")),
     }
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER

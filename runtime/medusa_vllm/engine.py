@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import EngineInfo, GenerateRequest
+from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
@@ -41,6 +41,7 @@ from .flags import flag_words
 from .imports import server_is_imported
 from .prefills import watch_prefills
 from .serving.front_end import FrontEnd, ServedModel
+from .serving.statistics import Progress, Statistics
 from .structured import StructuredOutputManagers, TokenizerFolder
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class VllmEngine:
         self._front_end = FrontEnd(timeline)
         self._mounting = False
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
+        named = self._arguments.get("served_model_name") or served_name(settings, region.file)
+        self._statistics = None if self._arguments["disable_log_stats"] else Statistics(self.config, named)
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
         self._steps = 0
@@ -115,6 +118,8 @@ class VllmEngine:
                 "/v1/embeddings, /pooling, /classify, /score or /rerank"
             )
         sequence = self._requests.open(request, sink)
+        if self._statistics is not None:
+            self._statistics.open(sequence)
         form = request.params.structured_outputs
         if form is not None:
             with self._requests.withdrawing(sequence):
@@ -165,7 +170,7 @@ class VllmEngine:
         config = self.config.model_config
         served = ServedModel(
             self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
-            flag_words(self._settings), self._structured.limit_grammars,
+            flag_words(self._settings), self._structured.limit_grammars, self._statistics,
         )  # fmt: skip
         return self._front_end.open(served)
 
@@ -190,6 +195,7 @@ class VllmEngine:
         return self._requests.stats(running, round(used * self.info.kv_tokens)) | {
             "steps_total": self._steps,
             "compilations_total": sum(compilations()),
+            EXPOSITION: self._vllm_metrics(),
         }
 
     def close(self) -> None:
@@ -201,6 +207,13 @@ class VllmEngine:
             return
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+
+    def _vllm_metrics(self) -> str:
+        """Return vLLM's metrics; none before the first token, unless no request waits for it."""
+        early = not self.loaded or (len(self._requests) > 0 and not self._requests.generated_tokens)
+        if self._statistics is None or early or not self._core.log_stats:
+            return ""
+        return self._statistics.page()
 
     def _on_configured(self, plan: KvPlan) -> None:
         """Do nothing: a hook for subclasses, called once the configuration is made."""
@@ -276,10 +289,13 @@ class VllmEngine:
         self._timeline.record("first_forward", start_ns, time.monotonic_ns())
 
     def _handle(self, outputs: Any) -> None:
+        progress = []
         for output in outputs.outputs:
             sequence = self._requests.get(output.request_id)
             if sequence is not None and not sequence.cancelled:
-                self._deliver(sequence, output)
+                progress.append(Progress(sequence, output, self._deliver(sequence, output)))
+        if self._statistics is not None and self._core.log_stats:
+            self._statistics.record(outputs, progress)
 
     def _on_add(self, request: Any) -> None:
         """Make the core's masks in the thread of the front end's first request that needs them."""
@@ -287,15 +303,18 @@ class VllmEngine:
         if request.client_index != CLIENT and params is not None and params.structured_outputs is not None:
             self._structured.install(self._core)
 
-    def _deliver(self, sequence: Sequence, output: Any) -> None:
+    def _deliver(self, sequence: Sequence, output: Any) -> str | None:
+        """Deliver an output's tokens. Returns the reason if the sequence ends with them."""
         for position, token in enumerate(output.new_token_ids):
             delta = self._requests.add_token(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:
-                return
-        if output.finish_reason is not None:
-            reason = str(output.finish_reason)
-            failed = EngineError("vLLM ended the request with an error; try again") if reason == "error" else None
-            self._requests.end(sequence, "error" if failed else "cancelled" if reason == "abort" else "stop", failed)
+                return delta.finish_reason
+        if output.finish_reason is None:
+            return None
+        reason = {"error": "error", "abort": "cancelled"}.get(str(output.finish_reason), "stop")
+        failed = EngineError("vLLM ended the request with an error; try again") if reason == "error" else None
+        self._requests.end(sequence, reason, failed)
+        return reason
 
     def _release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. vLLM ignores ids of requests that it has ended itself."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime import __version__
+from medusa_runtime.engine.base import EXPOSITION
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import ROLES
 from medusa_runtime.prometheus import Labels, escape, gauge
@@ -35,10 +36,11 @@ _ENGINE_TEXTS = {
 
 def exposition(service: Service) -> str:
     """Return the whole page, in Prometheus' text format."""
-    lines = _lines(service)
+    stats = _engine_stats(service)
+    lines = _lines(service, stats)
     if service.settings.model is not None:
         lines = (_with_model(line, escape(service.model.name)) for line in lines)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + str(stats.get(EXPOSITION, ""))
 
 
 def _with_model(line: str, name: str) -> str:
@@ -51,7 +53,7 @@ def _with_model(line: str, name: str) -> str:
     return f'{sample}{{model="{name}"}} {value}'
 
 
-def _lines(service: Service) -> Iterator[str]:
+def _lines(service: Service, stats: dict[str, Any]) -> Iterator[str]:
     info = (("runtime", __version__), ("engine", service.settings.engine), ("weights", _weights_version(service)))
     yield from gauge("medusa_info", "What this instance runs; weights is a digest of their files' versions.", (info, 1))
     yield from service.metrics.lines()
@@ -87,7 +89,7 @@ def _lines(service: Service) -> Iterator[str]:
             "medusa_fetch_retries_total", "Requests to the store that were tried again.", ((), progress.retries)
         )
     yield from _processes(service)
-    yield from _engine(service)
+    yield from _engine(stats)
     yield from _start(service.timeline.stages(), ready=service.ready)
 
 
@@ -149,13 +151,15 @@ def _processes(service: Service) -> Iterator[str]:
     )
 
 
-def _engine(service: Service) -> Iterator[str]:
-    if service.engine is None:
-        return
+def _engine_stats(service: Service) -> dict[str, Any]:
+    """Return the engine's numbers, and with the key EXPOSITION lines that it has made itself, with its own labels."""
     try:
-        stats = service.engine.stats()
+        return {} if service.engine is None else service.engine.stats()
     except MedusaError:  # it is being restarted; the rest of the page is still wanted
-        return
+        return {}
+
+
+def _engine(stats: dict[str, Any]) -> Iterator[str]:
     for name, value in stats.items():
         if isinstance(value, int | float):
             text = _ENGINE_TEXTS.get(name, f"The engine's {name.replace('_', ' ')}.")

@@ -132,6 +132,9 @@ class Delta(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
 
 
+EXPOSITION = "exposition"  # a key of an engine's stats
+
+
 class EngineInfo(NamedTuple):
     """The facts about an engine and its model that the function process needs."""
 
@@ -178,6 +181,9 @@ class Engine(Protocol):
     def detokenize(self, token_ids: list[int]) -> str: ...
 
     def stats(self) -> dict[str, Any]:
-        """Return the numbers for /metrics: running, waiting, kv_tokens_used, generated_tokens_total and others."""
+        """Return the numbers for /metrics: running, waiting, kv_tokens_used, generated_tokens_total and others.
+
+        A text with the key EXPOSITION has further lines for the page, in Prometheus' text format.
+        """
 
     def close(self) -> None: ...

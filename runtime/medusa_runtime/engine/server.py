@@ -23,6 +23,7 @@ _LONG = 1 << 16  # characters or token ids; handling more takes tens of millisec
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 # These wait for forwards or bytes, so they must not hold up the connection, and are given an event that cancels them.
 _CANCELLABLE = ("embed", "wait_adapter")
+_SLOW = "stats"  # an engine may ask a server of its own
 _RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
 # Of one engine. Its client may be a stranger, and a node agent's engine takes process ids of the agent's container.
 _MOST_CONNECTIONS, _MOST_CALLS = 1024, 1024
@@ -283,7 +284,7 @@ class _Connection:
                     except BaseException:
                         self._calls.pop(request_id, None)
                         raise
-                elif any(map(_is_long, frame["arguments"].values())):
+                elif frame["method"] == _SLOW or any(map(_is_long, frame["arguments"].values())):
                     self._call_threads.start("engine-call", self._call, frame)
                 else:
                     self._call(frame)

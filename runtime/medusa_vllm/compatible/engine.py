@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest, SamplingParams
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 16
+_METRICS_S = 1.0
+_METRIC = re.compile(r"(# (HELP|TYPE) )?vllm:")
 
 
 class CompatibleEngine:
@@ -107,11 +110,19 @@ class CompatibleEngine:
         return self._tokenizer.detokenize(token_ids, self.info)
 
     def stats(self) -> dict[str, Any]:
-        return self._requests.stats(len(self._requests), 0) | {"steps_total": 0}
+        return self._requests.stats(len(self._requests), 0) | {"steps_total": 0, EXPOSITION: self._vllm_metrics()}
 
     def close(self) -> None:
         self._server.close()
         self._files.close()
+
+    def _vllm_metrics(self) -> str:
+        """Return vLLM's metrics, without those of its HTTP server and its process; nothing if it does not answer."""
+        try:
+            page = self._server.get("/metrics", _METRICS_S)[1].decode()
+        except (OSError, ValueError):
+            return ""
+        return "".join(line for line in page.splitlines(keepends=True) if _METRIC.match(line))
 
     def _run(self, sequence: Sequence) -> None:
         try:

@@ -129,15 +129,16 @@ class VllmServer:
             raise
         return connection
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the body of a GET. Raises OSError."""
-        with self.request("GET", path, None) as exchange:
+    def get(self, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
+        """Return the status and the body of a GET. Raises OSError, also after ``timeout_s`` without a byte."""
+        with self.request("GET", path, None, timeout_s) as exchange:
             return exchange.response.status, exchange.response.read()
 
-    def request(self, method: str, path: str, body: Any) -> Exchange:
+    def request(self, method: str, path: str, body: Any, timeout_s: float | None = None) -> Exchange:
         """Send a request, and return once the answer's head has come. Raises OSError."""
         http_connection = http.client.HTTPConnection("engine")
         http_connection.sock = connection = self.connect()
+        connection.settimeout(timeout_s)
         try:
             headers = {"Connection": "close", "Content-Type": "application/json"}
             http_connection.request(method, path, None if body is None else json.dumps(body), headers)

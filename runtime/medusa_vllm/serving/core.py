@@ -185,11 +185,11 @@ class _Outputs(queue.Queue[Any]):
         self.attached = False
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        if isinstance(item, tuple) and item[0] == CLIENT:
+        # A step's statistics are on its first client's outputs. The front end, if there is one, records them.
+        if isinstance(item, tuple) and (item[0] == CLIENT or (not self.attached and item[1].scheduler_stats)):
             outputs = item[1]
-            # A step's statistics are on its first client's outputs, and only the front end uses them.
-            stats, outputs.scheduler_stats = outputs.scheduler_stats, None
-            if stats is not None and self.attached:
+            if self.attached and outputs.scheduler_stats is not None:
+                stats, outputs.scheduler_stats = outputs.scheduler_stats, None
                 super().put((_FRONT_END, vllm_core.EngineCoreOutputs(scheduler_stats=stats)))
             self._on_outputs(outputs)
         elif self.attached:

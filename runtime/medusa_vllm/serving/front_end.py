@@ -39,6 +39,7 @@ from .mounting import (
 )
 from .prebuilt import arguments_for, quiet_uvicorn, return_app, take_app
 from .replacement import cached_entry_points
+from .statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ServedModel(NamedTuple):
     name: the model's name in answers.
     words: the flags of ``vllm serve``.
     limit_grammars: has callers' grammars tried within limits before vLLM's backend, by name, compiles them.
+    statistics: the engine's metrics, to which the front end's are added; None if flags want none.
     """
 
     core: Any
@@ -65,6 +67,7 @@ class ServedModel(NamedTuple):
     name: str
     words: list[str]
     limit_grammars: Callable[[str], None]
+    statistics: Statistics | None
 
 
 class FrontEnd:
@@ -207,8 +210,9 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
             client = AsyncLLM(
                 config,
                 served.executor_class,
-                log_stats=not arguments.disable_log_stats,
+                log_stats=served.statistics is not None,
                 log_requests=arguments.enable_log_requests,
+                stat_loggers=None if served.statistics is None else [served.statistics.logger_factory()],
                 client_addresses=addresses,
             )
         mounted.push_async_callback(_end, client, served.core)

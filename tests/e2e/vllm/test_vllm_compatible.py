@@ -36,6 +36,7 @@ def test_it_answers_as_the_fast_engine_does(start: Callable[..., Any], example: 
     with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
         for shown in (openai_examples.streaming, openai_examples.responses):
             shown(client, "pydoc-lm")
+    assert serving.metric("vllm:request_success_total") >= 3
     leave_early(serving)
     assert serving.stop() == 0  # vLLM's processes and the folder are gone, too
 

@@ -72,6 +72,11 @@ def test_it_answers_as_without_a_snapshot_on_all_routes(vllm: Start) -> None:
         found = [ask(serving, path, **body) for serving in (plain, resumed)]
         parts = [[answer.get(part) for part in ("choices", "tokens")] for answer in found]
         assert parts[0] == parts[1], path
+    pages = [serving.request("GET", "/metrics")[1].decode() for serving in (plain, resumed)]
+    names = [set(re.findall("^vllm:[a-z_]+", page, re.MULTILINE)) for page in pages]
+    assert len(names[0]) > 50
+    assert names[0] == names[1]
+    assert resumed.metric("vllm:request_success_total") == 5
     threads = [path.read_text() for path in Path(f"/proc/{resumed.child('engine')}/task").glob("*/comm")]
     assert len([name for name in threads if "gloo_runloop" in name]) <= 2  # vLLM's groups share one
     assert [plain.stop(), resumed.stop()] == [0, 0]
