@@ -17,12 +17,11 @@ class StopString:
         # because a stop string may be longer than any answer.
         self._shorter = [0, 0]
 
-    def reset(self) -> None:
-        """Forget the text read so far."""
-        self.matched = 0
+    def read(self, piece: str, *, may_stop: bool = True) -> int | None:
+        """Read the next piece of the text. Return how much of it completes the stop string, or None if it does not.
 
-    def read(self, piece: str) -> int | None:
-        """Read the next piece of the text. Return how much of it completes the stop string, or None if it does not."""
+        With ``may_stop`` False, the stop string may begin in this piece but not end in it.
+        """
         stop, matched, at = self.text, self.matched, 0
         while at < len(piece):
             if not matched:
@@ -33,11 +32,13 @@ class StopString:
                 matched = self._shorter[matched]
             matched += stop[matched] == piece[at]
             at += 1
-            if matched == len(stop):
+            if matched == len(stop) and may_stop:
                 self.matched = 0
                 return at
             if matched == len(self._shorter):
                 self._extend()
+            if matched == len(stop):
+                matched = self._shorter[matched]
         self.matched = matched
         return None
 

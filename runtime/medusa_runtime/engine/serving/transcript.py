@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 from .detokenizer import Detokenizer
 from .stop_string import StopString
@@ -24,7 +25,7 @@ class Transcript:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token, and return the text that can be sent now. Sets ``stopped_by`` if it completes a stop string.
 
-        With ``may_stop`` False, stop strings are ignored.
+        With ``may_stop`` False, a stop string may begin with this token but not end with it, as in vLLM.
         """
         if self._detokenizer is None:
             return ""
@@ -40,17 +41,14 @@ class Transcript:
 
     def _release(self, new: str, may_stop: bool) -> str:
         text = self._held + new
-        if not self._stops or not may_stop:
-            self._held = ""
-            for stop in self._stops:
-                stop.reset()
+        if not self._stops:
             return text
-        ends = [(stop.read(new), stop.text) for stop in self._stops]
-        found = [(len(self._held) + end - len(stop), stop) for end, stop in ends if end is not None]
+        ends = [(stop.read(new, may_stop=may_stop), stop.text) for stop in self._stops]
+        found = [(len(self._held) + end, stop) for end, stop in ends if end is not None]
         if found:
-            start, self.stopped_by = min(found)
+            end, self.stopped_by = min(found, key=itemgetter(0))  # the one that is complete first
             self._held = ""
-            return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
+            return text[: end if self._include_stop else end - len(self.stopped_by)]
         keep = max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -55,6 +55,38 @@ def test_a_stop_string_does_not_count_before_it_may() -> None:
     assert transcript.stopped_by == "b"
 
 
+def test_stop_strings_are_found_where_vllm_finds_them() -> None:
+    """It looks, once there are more than ``min_tokens``, for the one that ends first in the tokens after these."""
+    rng = random.Random(3)
+    pieces = ["a", "b", "ab", "ba", "aab", "bab", "abba"]
+    met = 0
+    for _ in range(2000):
+        stops = tuple("".join(rng.choice("ab") for _ in range(rng.randrange(1, 6))) for _ in range(3))
+        min_tokens, include = rng.randrange(6), rng.random() < 0.5
+        transcript = Transcript(
+            Detokenizer(lambda ids: "".join(pieces[i] for i in ids), []), stops, include_stop=include
+        )
+        text, sent, settled = "", "", 0
+        for count in range(1, 12):
+            token = rng.randrange(len(pieces))
+            text, before = text + pieces[token], len(text)
+            sent += transcript.push(token, may_stop=count > min_tokens)
+            settled = len(text) if count <= min_tokens else settled
+            ends = [text.find(stop, max(before - len(stop) + 1, 0)) + len(stop) for stop in stops]
+            found = [(end, stop) for end, stop in zip(ends, stops, strict=True) if end >= len(stop) and end > settled]
+            if not found:
+                assert transcript.stopped_by is None
+                continue
+            end, stop = min(found, key=lambda each: each[0])
+            assert transcript.stopped_by == stop
+            assert sent == text[: end if include else end - len(stop)]
+            met += end - len(stop) < settled
+            break
+        else:
+            assert sent + transcript.finish() == text
+    assert met > 50  # those that begin before they may end
+
+
 def test_the_same_text_is_held_back_as_by_comparing_the_whole_text() -> None:
     rng = random.Random(2)
     for _ in range(300):
