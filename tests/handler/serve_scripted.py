@@ -71,8 +71,9 @@ class ScriptedStream:
             finish = "stop" if stopped or (said and last) else "length" if last else None
             top = tuple((n, f"alt{n}", -1.0 - n) for n in range(params.logprobs or 0))
             chosen = (TokenLogprob(number, text, -0.5, top),) if params.logprobs is not None else ()
-            done = (length, number + 1) if last else (0, 0)
-            self.items.put(Delta(self.request.id, "" if stopped else text, (number,), chosen, finish, stopped, *done))
+            self.items.put(
+                Delta(self.request.id, "" if stopped else text, (number,), chosen, finish, stopped, length, number + 1)
+            )
             if last:
                 return
 

@@ -122,7 +122,9 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
     requests = _with_adapter(service, model, requests)
     named = tools.choice == "named"
-    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored, shows_reasoning)
+    # As in vLLM: a model that is not prompted to answer continues the last message.
+    role = "assistant" if arguments["add_generation_prompt"] else str(messages[-1]["role"])
+    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored, shows_reasoning, role)
     envelope = Envelope(name, model, formatter)
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:

@@ -104,7 +104,7 @@ class ChatFormatter:
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
     calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.
     ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens. Unless ``shows_reasoning``, the
-    answer leaves the reasoning out.
+    answer leaves the reasoning out. ``role`` is whose message it is.
     """
 
     logprobs: int | None
@@ -113,12 +113,13 @@ class ChatFormatter:
     named: bool = False
     prompt_logprobs: int | None = None
     shows_reasoning: bool = True
+    role: str = "assistant"
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _streams: dict[int, _CallParsing] = field(default_factory=dict)
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "reasoning": None}
+        message: dict[str, Any] = {"role": self.role, "content": choice.text, "refusal": None, "reasoning": None}
         reason = choice.finish_reason
         if self.shows_reasoning:
             message["reasoning"] = choice.reasoning or None
@@ -150,7 +151,7 @@ class ChatFormatter:
         return {"prompt_logprobs": None if found is None else prompt_logprobs(found, self.prompt_logprobs)}
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        return [_chunk(index, {"role": "assistant", "content": ""})]
+        return [_chunk(index, {"role": self.role, "content": ""})]
 
     def chunks(self, index: int, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         logprobs = None if self.logprobs is None else chat_logprobs(delta.logprobs, self.logprobs)

@@ -42,8 +42,8 @@ class Answer(Protocol):
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, once all deltas have been added."""
 
-    def opening(self) -> Iterator[bytes]:
-        """Yield the events before the first delta."""
+    def opening(self, first: Delta | None) -> Iterator[bytes]:
+        """Yield the events before the first delta, which is given if it has come already."""
 
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
         """Add a delta of a sequence, and yield the events for it."""
@@ -127,9 +127,11 @@ class _Choices:
         objects = [self._formatter.choice(index, choice) for index, choice in enumerate(kept)]
         return self._envelope.whole(objects, self._formatter.beside(kept), usage(self._choices, plan.per_prompt))
 
-    def opening(self) -> Iterator[bytes]:
-        for index in range(len(self._choices)):
+    def opening(self, first: Delta | None) -> Iterator[bytes]:
+        for index, choice in enumerate(self._choices):
             for opening in self._formatter.first_chunks(index):
+                if first is not None and self._plan.per_prompt == len(self._choices):
+                    choice.prompt_tokens = first.prompt_tokens
                 yield self._chunk(opening)
 
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
@@ -153,7 +155,8 @@ class _Choices:
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         plan, used = self._plan, {}
         if plan.include_usage:
-            used = {"usage": usage(self._choices, plan.per_prompt) if plan.usage_in_chunks else None}
+            of_choice = self._choices[choice["index"] : choice["index"] + 1]  # as in vLLM, of this choice alone
+            used = {"usage": usage(of_choice, 1) if plan.usage_in_chunks else None}
         return sse.event(self._envelope.chunk([choice]) | used)
 
 
@@ -198,7 +201,7 @@ def _stream(
 ) -> Iterator[bytes]:
     answer = plan.answer(service.logprobs)
     try:
-        yield from answer.opening()
+        yield from answer.opening(None if first is None else first.value)
         item = first
         while True:
             if item is None:

@@ -373,14 +373,6 @@ def test_what_the_engine_refuses_names_the_field_and_openais_code(served: Any) -
         assert "maximum context length is 100 tokens" in answer["error"]["message"]
 
 
-def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        client.completions.create(model="words", prompt="a", max_tokens=3, stream=True, stream_options=options)
-    )
-    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
-
-
 def test_every_field_of_the_openai_client_is_known() -> None:
     import inspect
 

@@ -64,7 +64,7 @@ class _ResponseAnswer:
             pass
         return self._object(self._status)
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, first: Delta | None) -> Iterator[bytes]:
         yield self._event({"type": "response.created", "response": self._object("in_progress")})
         yield self._event({"type": "response.in_progress", "response": self._object("in_progress")})
 
