@@ -17,15 +17,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from medusa_runtime.engine.serving.sequence import Sequence
-from vllm.v1.engine import FinishReason
-from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "vllm:"
-# Requests that are cancelled are not counted, as in vLLM.
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "error": FinishReason.ERROR}
-_NO_ADAPTERS = LoRARequestStates()
+_COUNTED = ("stop", "length", "error")  # requests that are cancelled are not counted, as in vLLM
 
 
 class Progress(NamedTuple):
@@ -41,8 +37,8 @@ class _Request:
 
     __slots__ = ("cached_tokens", "state")
 
-    def __init__(self) -> None:
-        self.state: Any = RequestStateStats(arrival_time=time.time())
+    def __init__(self, state: Any) -> None:
+        self.state = state
         self.cached_tokens = 0
 
 
@@ -62,7 +58,9 @@ class Statistics:
 
     def open(self, sequence: Sequence) -> None:
         """Count a request from now on."""
-        self._requests[sequence] = _Request()
+        from vllm.v1.metrics.stats import RequestStateStats
+
+        self._requests[sequence] = _Request(RequestStateStats(arrival_time=time.time()))
 
     def record(self, outputs: Any, progress: list[Progress]) -> None:
         """Record a step's outputs (EngineCoreOutputs). If this version of vLLM does so differently, warn once."""
@@ -103,12 +101,17 @@ class Statistics:
 
     def _iteration(self, timestamp: float, progress: list[Progress]) -> Any:
         """Return vLLM's statistics of a step, or None if it has given no sequence anything."""
-        found = IterationStats()
+        from vllm.v1.engine import FinishReason
+        from vllm.v1.metrics.stats import IterationStats, LoRARequestStates
+
+        if not progress:
+            return None
+        found, adapters = IterationStats(), LoRARequestStates()
         for sequence, output, finish_reason in progress:
             request = self._requests.get(sequence)
             if request is None:
                 continue
-            state, prefill = request.state, output.prefill_stats
+            state, prefill = request.state, getattr(output, "prefill_stats", None)
             if prefill is not None:
                 request.cached_tokens = prefill.num_cached_tokens
             _call(
@@ -118,13 +121,13 @@ class Statistics:
                 is_prefilling=not state.num_generation_tokens,
                 prompt_len=sequence.prompt_length,
                 req_stats=state,
-                lora_states=_NO_ADAPTERS,
+                lora_states=adapters,
                 lora_name=None,
             )
-            if finish_reason in _REASONS:
+            if finish_reason in _COUNTED:
                 _call(
                     found.update_from_finished_request,
-                    finish_reason=_REASONS[finish_reason],
+                    finish_reason=FinishReason[finish_reason.upper()],
                     request_id=sequence.id,
                     num_prompt_tokens=sequence.prompt_length,
                     max_tokens_param=sequence.limit - sequence.prompt_length,
@@ -133,7 +136,7 @@ class Statistics:
                 )
                 found.max_num_generation_tokens_iter.append(state.num_generation_tokens)
                 found.n_params_iter.append(1)
-        return found if progress else None
+        return found
 
 
 def _logger_class() -> type:
