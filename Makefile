@@ -162,9 +162,9 @@ IMPORT_PYTHONS ?= 3.11 3.12 3.13 3.14
 test-imports: ## Test the lean imports with Python 3.11 to 3.14
 	@$(PYTHON) tests/run_imports.py $(IMPORT_PYTHONS)
 
-image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime; GPU=9.0 for one GPU)
-	$(PYTHON) images/build.py $(VARIANTS) $(if $(GPU),--gpu $(GPU))
-	@for variant in $(VARIANTS); do $(PYTHON) images/layers.py localhost/medusa-runtime:$$variant || exit 1; done
+image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime; GPU=9.0 for one GPU; ARCH=arm64)
+	$(PYTHON) images/build.py $(VARIANTS) $(if $(GPU),--gpu $(GPU)) $(if $(ARCH),--arch $(ARCH))
+	@for variant in $(VARIANTS:%=%$(ARCH:%=-%)); do $(PYTHON) images/layers.py localhost/medusa-runtime:$$variant || exit 1; done
 
 audit: image ## List what the images hold (out/sbom-*.json) and look for known vulnerabilities in it
 	mkdir -p out

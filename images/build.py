@@ -22,6 +22,7 @@ import podman
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_BASE = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())[0]
 OWN_BASE = "localhost/medusa-debian:bookworm"
+ARCHITECTURES = ("amd64", "arm64")  # as Debian and registries call them
 NAME = "localhost/medusa-runtime"
 _UNREACHABLE = "pinging container registry"  # podman's words in an error when its first request fails
 STAGES = ("packages", "runtime")
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("variants", nargs="*", default=["slim"], metavar="VARIANT", help=f"of {', '.join(variants)}")
     parser.add_argument("--base", help=f"base image; default {PUBLIC_BASE}, or one made with debootstrap")
     parser.add_argument("--gpu", help="leave out the code for other GPUs in cuda: 9.0, or 8.0,9.0; default all GPUs")
+    parser.add_argument("--arch", choices=ARCHITECTURES, help="for such machines; default: those like this one")
     arguments = parser.parse_args()
     for name in arguments.variants:
         if name not in variants:
@@ -49,22 +51,25 @@ def main() -> int:
         )
     with tempfile.TemporaryDirectory(prefix="medusa-image-") as scratch:
         os.environ.update(podman.environment(Path(scratch)))
-        base = arguments.base or find_base(Path(scratch))
+        base = arguments.base or find_base(Path(scratch), arguments.arch)
         lent = host.build_flags(Path(scratch))
         for name in arguments.variants:
-            build(name, base, lent, Path(scratch), arguments.gpu)
+            build(name, base, lent, Path(scratch), arguments.gpu, arguments.arch)
     return 0
 
 
-def find_base(scratch: Path) -> str:
+def find_base(scratch: Path, architecture: str | None = None) -> str:
     """Return the public base or, if its registry cannot be reached, our own base, which is made once.
 
     If the registry answers but pulling the image fails, the build ends.
     """
-    for image in (PUBLIC_BASE, OWN_BASE):
+    own = OWN_BASE + suffix(architecture)
+    # An image that is there may be for other machines than are asked for.
+    for image in (own,) if architecture else (PUBLIC_BASE, own):
         if succeeds("podman", "image", "exists", image):
             return image
-    pulled = subprocess.run(["podman", "pull", "--quiet", PUBLIC_BASE], capture_output=True, text=True, check=False)
+    pull = ["podman", "pull", "--quiet", *arch_flags(architecture), PUBLIC_BASE]
+    pulled = subprocess.run(pull, capture_output=True, text=True, check=False)
     if not pulled.returncode:
         return PUBLIC_BASE
     if _UNREACHABLE not in pulled.stderr:
@@ -72,36 +77,40 @@ def find_base(scratch: Path) -> str:
             f"expected {PUBLIC_BASE} of its registry, podman says: {pulled.stderr.strip()}; "
             "change ARG BASE_IMAGE in the Dockerfile, or name a base that you trust with --base"
         )
-    print(f"{PUBLIC_BASE} cannot be reached; making {OWN_BASE} with debootstrap", flush=True)
-    make_base(scratch / "debian")
-    return OWN_BASE
+    print(f"{PUBLIC_BASE} cannot be reached; making {own} with debootstrap", flush=True)
+    make_base(scratch / "debian", own, architecture)
+    return own
 
 
-def make_base(folder: Path) -> None:
+def make_base(folder: Path, name: str, architecture: str | None) -> None:
     if shutil.which("debootstrap") is None:
         sys.exit("no registry can be reached and debootstrap is not installed: apt-get install debootstrap, or --base")
-    run("debootstrap", "--variant=minbase", f"--include={DEBIAN_PACKAGES}", "bookworm", str(folder))
-    for name in DEBIAN_LEFT_OUT:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(parents=True)
+    flags = arch_flags(architecture)
+    run("debootstrap", *flags, "--variant=minbase", f"--include={DEBIAN_PACKAGES}", "bookworm", str(folder))
+    for left_out in DEBIAN_LEFT_OUT:
+        shutil.rmtree(folder / left_out, ignore_errors=True)
+        (folder / left_out).mkdir(parents=True)
     (folder / "var/cache/apt/archives/partial").mkdir(parents=True)
     (folder / "var/lib/apt/lists/partial").mkdir(parents=True)
     with subprocess.Popen(["tar", "-C", str(folder), "-c", "."], stdout=subprocess.PIPE) as tar:
-        subprocess.run(["podman", "import", "--quiet", "-", OWN_BASE], stdin=tar.stdout, check=True)
+        subprocess.run(["podman", "import", "--quiet", *flags, "-", name], stdin=tar.stdout, check=True)
     shutil.rmtree(folder)
 
 
-def build(variant: str, base: str, lent: list[str], scratch: Path, gpus: str | None = None) -> None:
+def build(
+    variant: str, base: str, lent: list[str], scratch: Path, gpus: str | None = None, architecture: str | None = None
+) -> None:
     """Build one variant, with one call of podman per stage. At its end, each frees its extra space (docs/images.md).
 
-    ``lent`` are podman's flags for what the host lends to a build.
+    ``lent`` are podman's flags for what the host lends to a build. An ``architecture`` is in the image's tag.
     """
     flags = ["--network", "host", "--layers", "--build-arg", f"VARIANT={variant}", "--build-arg", f"BASE_IMAGE={base}"]
     flags += ["--build-arg", f"GPU={gpus}"] if gpus else []
-    flags += lent
+    flags += [*arch_flags(architecture), *lent]
     for stage in STAGES:
         podman_build(scratch, "--target", stage, *flags)
-    tags = [f"{NAME}:{variant}", *([f"{NAME}:latest"] if variant == "slim" else [])]
+    tags = [f"{NAME}:{variant}{suffix(architecture)}"]
+    tags += [f"{NAME}:latest"] if variant == "slim" and architecture is None else []
     made = podman_build(scratch, *(flag for tag in tags for flag in ("--tag", tag)), *flags)
     for tag in tags:
         found = ["podman", "image", "inspect", "--format", "{{.Id}}", tag]
@@ -121,6 +130,15 @@ def podman_build(scratch: Path, *flags: str) -> str:
     if status or not made.exists():
         sys.exit(f"nothing was built: expected an image of podman build, it ended with status {status} and left none")
     return made.read_text().strip().removeprefix("sha256:")
+
+
+def suffix(architecture: str | None) -> str:
+    return f"-{architecture}" if architecture else ""
+
+
+def arch_flags(architecture: str | None) -> list[str]:
+    """Return the flags for podman and debootstrap."""
+    return [f"--arch={architecture}"] if architecture else []
 
 
 def succeeds(*command: str) -> bool:

@@ -2,6 +2,7 @@
 the runtime's own wheel, build.txt.
 
 A lock has versions and hashes, and names no registry, so an image can be built from any index that has the same files.
+It is for each of the architectures: their versions are equal, and what only one of them needs has a marker.
 This needs `uv` (pip install uv); UV_DEFAULT_INDEX and its other variables say where to look.
 """
 
@@ -18,13 +19,14 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "images" / "locks"
 # What the base has: bookworm's Python and C library.
-PYTHON, PLATFORM = "3.11", "x86_64-manylinux_2_36"
+PYTHON, PLATFORM = "3.11", "manylinux_2_36"
+ARCHITECTURES = ("x86_64", "aarch64")
 _FLAGS: tuple[str, ...] = (
     "--generate-hashes",
     "--only-binary=:all:",
@@ -44,7 +46,7 @@ def main() -> int:
     known = [*sorted(set(variants) - {"common"}), BUILD]
     parser = argparse.ArgumentParser(description="Lock the packages of the images, with their hashes.")
     parser.add_argument("variants", nargs="*", default=known, metavar="VARIANT", help=f"of {', '.join(known)}")
-    parser.add_argument("--find-links", metavar="DIR", help="a folder with torch's wheel; else its own index is asked")
+    parser.add_argument("--find-links", metavar="DIR", help="a folder with torch's wheels; else its own index is asked")
     parser.add_argument("--upgrade", action="store_true", help="to the newest versions; else as few change as can")
     parser.add_argument(
         "--verify", action="store_true", help="write nothing; ask the index whether it has these hashes"
@@ -60,10 +62,16 @@ def main() -> int:
             continue
         wanted = build_requirements() if name == BUILD else requirements(variant, variants["common"])
         index = ["--index", variant["torch_index"]] if "torch_index" in variant else []
-        places = index if arguments.find_links is None else ["--find-links", arguments.find_links]
         lock = LOCKS / f"{name}.txt"
         earlier = lock.read_text() if lock.exists() and not arguments.upgrade else ""
-        lock.write_text(HEADER.format(variant=name) + resolve(wanted, places, earlier))
+        if arguments.find_links is None or not index:
+            made = merge({machine: resolve(wanted, machine, index, earlier) for machine in ARCHITECTURES})
+        else:
+            folder = Path(arguments.find_links).resolve()
+            there = [machine for machine in ARCHITECTURES if list(folder.glob(f"torch-*_{machine}.whl"))]
+            places = ["--find-links", str(folder)]
+            made = merge({machine: resolve(wanted, machine, places, earlier) for machine in there}, earlier)
+        lock.write_text(HEADER.format(variant=name) + made)
         print(f"wrote {lock}")
     return 0
 
@@ -83,27 +91,74 @@ def requirements(variant: dict[str, Any], common: dict[str, Any]) -> list[str]:
     return [*wanted, *variant.get("packages", [])]
 
 
-def resolve(wanted: list[str], places: list[str], earlier: str) -> str:
-    """Return the lock that uv makes, with the versions of the lock ``earlier`` where they fit. It names no index."""
+def resolve(wanted: list[str], machine: str, places: list[str], earlier: str) -> str:
+    """Return uv's lock for an architecture, with the versions of the lock ``earlier`` where they fit.
+
+    It names no index.
+    """
     with tempfile.TemporaryDirectory(prefix="medusa-lock-") as scratch:
         source = Path(scratch) / "requirements.in"
         source.write_text("\n".join(wanted) + "\n")
         target = Path(scratch) / "requirements.txt"
         target.write_text(earlier)
-        command = ["uv", "pip", "compile", *_FLAGS, "--python-version", PYTHON, "--python-platform", PLATFORM]
+        platform = ["--python-version", PYTHON, "--python-platform", f"{machine}-{PLATFORM}"]
         done = subprocess.run(
-            [*command, *places, "--output-file", str(target), str(source)],
+            ["uv", "pip", "compile", *_FLAGS, *platform, *places, "--output-file", str(target), str(source)],
             capture_output=True,
             text=True,
             check=False,
             cwd=scratch,
         )
         if done.returncode:
-            sys.exit(f"expected uv to find all packages, it says:\n{done.stderr}")
+            sys.exit(f"expected uv to find all packages for {machine}, it says:\n{done.stderr}")
         found = target.read_text()
     if wrong := re.search(r"(?m)^(?!\S+==\S+( ;.*)? \\$|    --hash=sha256:[0-9a-f]{64}( \\)?$).+", found):
         sys.exit(f"expected versions and hashes alone in a lock, found {wrong[0]!r}")
     return found
+
+
+def merge(locks: dict[str, str], earlier: str = "") -> str:
+    """Return one lock for all architectures. A package that some of them lack has a marker.
+
+    For an architecture that is not among ``locks``, the lock ``earlier`` counts: its markers, and its hashes of the
+    same versions.
+    """
+    if not locks:
+        sys.exit(f"expected a wheel of torch for one of {', '.join(ARCHITECTURES)} in the folder, found none")
+    found = {machine: entries(lock) for machine, lock in locks.items()}
+    before = entries(earlier)
+    lines = []
+    for name in sorted({name for each in found.values() for name in each}):
+        having = [machine for machine in found if name in found[machine]]
+        versions = {found[machine][name].version for machine in having}
+        if len(versions) > 1:
+            sys.exit(f"expected one version of {name} for all architectures, found {', '.join(sorted(versions))}")
+        (version,) = versions
+        hashes = {each for machine in having for each in found[machine][name].hashes}
+        marker = "" if len(having) == len(found) else " or ".join(f"platform_machine == '{each}'" for each in having)
+        if name in before and len(found) < len(ARCHITECTURES):
+            marker = marker or before[name].marker
+            hashes |= before[name].hashes if before[name].version == version else set()
+        pins = [f"{name}{version}" + (f" ; {marker}" if marker else "")]
+        lines.append(" \\\n    ".join([*pins, *(f"--hash=sha256:{each}" for each in sorted(hashes))]) + "\n")
+    return "".join(lines)
+
+
+class Entry(NamedTuple):
+    """A package of a lock: ``version`` with its operator, ``marker`` or nothing, and the hashes of its files."""
+
+    version: str
+    marker: str
+    hashes: set[str]
+
+
+def entries(lock: str) -> dict[str, Entry]:
+    """Return the packages of a lock by their names."""
+    pattern = r"(?m)^([\w.-]+)(=\S+)(?: ; (.+?))? \\\n((?:    --hash=\S+(?: \\)?\n)+)"
+    return {
+        name: Entry(version, marker, set(re.findall(r"sha256:([0-9a-f]{64})", hashes)))
+        for name, version, marker, hashes in re.findall(pattern, lock)
+    }
 
 
 def verify(name: str, torch_index: str | None, folder: str | None) -> None:
@@ -113,17 +168,15 @@ def verify(name: str, torch_index: str | None, folder: str | None) -> None:
     """
     indexes = [os.environ.get("UV_DEFAULT_INDEX") or PYPI, *([torch_index] if torch_index else [])]
     own = {hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).glob("*.whl")} if folder else set()
-    entries = re.findall(r"(?m)^([\w.-]+)=\S+((?: .*\n| .*\\\n|    --hash.*\n)+)", (LOCKS / f"{name}.txt").read_text())
+    locked = entries((LOCKS / f"{name}.txt").read_text())
     with ThreadPoolExecutor(8) as threads:
-        published = list(threads.map(lambda entry: published_hashes(entry[0], indexes), entries))
-    wrong = []
-    for (package, lines), known in zip(entries, published, strict=True):
-        hashes = set(re.findall(r"sha256:([0-9a-f]{64})", lines))
-        if not hashes <= known | own:
-            wrong.append(package)
+        published = list(threads.map(lambda package: published_hashes(package, indexes), locked))
+    wrong = [
+        package for package, known in zip(locked, published, strict=True) if not locked[package].hashes <= known | own
+    ]
     if wrong:
         sys.exit(f"{name}: no index that was asked ({', '.join(indexes)}) has all hashes of {', '.join(wrong)}")
-    print(f"{name}: all hashes of {len(entries)} packages are the index's")
+    print(f"{name}: all hashes of {len(locked)} packages are the index's")
 
 
 def published_hashes(package: str, indexes: list[str]) -> set[str]:

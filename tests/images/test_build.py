@@ -36,11 +36,11 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     for name in ("host", "podman"):
         monkeypatch.delitem(sys.modules, name)
 
-    def run(variant: str = "slim", gpus: str | None = None, **ends: object) -> None:
+    def run(variant: str = "slim", gpus: str | None = None, architecture: str | None = None, **ends: object) -> None:
         podman = tmp_path / "podman"
         podman.write_text(PODMAN.format(folder=tmp_path, **({"build": BUILT, "status": 0, "tagged": "new"} | ends)))
         podman.chmod(0o755)
-        module["build"](variant, "base", [], tmp_path, gpus)
+        module["build"](variant, "base", [], tmp_path, gpus, architecture)
 
     return run
 
@@ -53,6 +53,14 @@ def test_each_stage_is_a_call_and_the_last_one_is_tagged(build: Build, tmp_path:
     assert "--target" not in image
     assert "GPU=" not in (tmp_path / "calls").read_text()
     assert "--tag localhost/medusa-runtime:slim --tag localhost/medusa-runtime:latest" in image
+
+
+def test_an_image_for_named_machines_does_not_take_the_place_of_this_ones(build: Build, tmp_path: Path) -> None:
+    build(architecture="arm64")
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("--arch=arm64") == 3
+    assert "--tag localhost/medusa-runtime:slim-arm64" in calls
+    assert "latest" not in calls
 
 
 def test_several_variants_are_built_with_what_pip_uses_here(tmp_path: Path) -> None:

@@ -48,6 +48,30 @@ def test_a_hash_that_no_index_publishes_is_named(tmp_path: Path, monkeypatch: py
             verify("slim", None, None)
 
 
+def locked(*packages: str, **digests: str) -> str:
+    """A lock of ``packages`` (a name with a version, perhaps a marker), each with a file for ``digests``' machine."""
+    return "".join(f"{each} \\\n    --hash=sha256:{digests.get(each[:5], 'a') * 64}\n" for each in packages)
+
+
+def test_one_lock_serves_both_architectures() -> None:
+    merge = runpy.run_path(str(ROOT / "images" / "lock.py"))["merge"]
+    x86_64 = locked("intel==1", "six==2", "torch===3", torch="b")
+    aarch64 = locked("six==2", "torch===3", torch="c")
+    both = merge({"x86_64": x86_64, "aarch64": aarch64})
+    assert both == (
+        locked("intel==1 ; platform_machine == 'x86_64'", "six==2")
+        + f"torch===3 \\\n    --hash=sha256:{'b' * 64} \\\n    --hash=sha256:{'c' * 64}\n"
+    )
+    # A machine that has the wheel of torch for one of them alone keeps what it cannot see of the other one.
+    assert merge({"x86_64": x86_64}, both) == both
+    newer = x86_64.replace("===3", "===4").replace("bbb", "ddd")
+    assert "c" * 64 not in merge({"x86_64": newer}, both)  # the hash of another version
+    with pytest.raises(SystemExit, match=r"one version of six for all architectures, found ==2, ==3$"):
+        merge({"x86_64": x86_64, "aarch64": locked("six==3")})
+    with pytest.raises(SystemExit, match=r"a wheel of torch for one of x86_64, aarch64 in the folder, found none$"):
+        merge({})
+
+
 @pytest.mark.slow
 def test_the_index_has_the_files_that_build_the_wheel() -> None:
     try:

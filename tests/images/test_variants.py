@@ -97,6 +97,13 @@ def test_a_lock_holds_what_the_project_asks_for(name: str) -> None:
     assert Requirement(built).specifier.contains(pin.version)
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name].get("torch_index")])
+def test_a_lock_admits_torch_for_both_architectures(name: str) -> None:
+    """PyTorch's index has a file for each of them, and a variant's Dockerfile builds on both."""
+    _, hashes = locked(name)["torch"]
+    assert len(hashes) >= 2
+
+
 def test_the_base_is_named_by_its_digest() -> None:
     (named,) = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())
     assert re.fullmatch(r"docker\.io/library/python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", named)
