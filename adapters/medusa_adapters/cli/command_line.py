@@ -75,6 +75,12 @@ class _Parser(argparse.ArgumentParser):
             f"{_argument_name(action)}={str(value)!r} cannot be used: expected one of {', '.join(known)}{meant}"
         )
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Return the flags that this one may shorten: --api-key of other servers is no --api-key-file."""
+        from .other_servers import MEANT
+
+        return [] if option_string.partition("=")[0] in MEANT else super()._get_option_tuples(option_string)
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
 
@@ -196,7 +202,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     chosen = chosen_parser(parser, argv[1:])
     warn_of_renamed(argv, chosen)
     if unknown:
+        from .other_servers import MEANT
+
         flag = unknown[0].partition("=")[0]
+        if name in _WITH_ENGINE_FLAGS and "vllm" not in argv and flag in MEANT:
+            chosen.error(f"unrecognized argument: {flag}; expected {MEANT[flag]}")  # its value may be a secret
         meant = _suggestion(flag, list(chosen._option_string_actions))
         if name in _WITH_ENGINE_FLAGS and flag.startswith("--") and (not meant or "vllm" in argv):
             meant += f"{'' if meant else ';'} flags of vllm serve follow behind --: --engine vllm … -- {flag}"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
@@ -104,6 +104,8 @@ def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Sto
     the store's errors, and CorruptError.
     """
     folder, name = split_url(url)
+    if folder.endswith(".gguf") and not os.path.isdir(folder):
+        raise ConfigError(f"{redacted(url)}: GGUF is not read: expected the folder of the model as safetensors")
     store = store or open_store(folder)
     try:
         if record is not None:
@@ -224,12 +226,16 @@ class _Reader:
         if gguf := [name for name in names if name.endswith(".gguf")]:
             return f"GGUF, as in {gguf[0]}, is not read: expected the model as safetensors"
         named = [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]
+        if folder and (broken := [name for name in named if not (folder / name).exists()]):
+            return f"{broken[0]} is a link to {os.readlink(folder / broken[0])}, which is missing: copy that, too"
         if shards := [name for name in named if _SHARD.search(name)]:
             index = _SHARD.sub(r"\1.index.json", shards[0])
             return f"there are shards, such as {shards[0]}, but not {index}, which says what they hold: copy it, too"
         if named:
             file = f"{redacted(self._store.url).rstrip('/')}/{named[0]}"
             return f"to use a file of another name, give its own address: {file}"
+        if folder and (below := _folder_of_weights(folder)):
+            return f"there are some in a folder of it: give its address, {below}"
         return "to use a file of another name, give its own address"
 
     def _sharded(self, what: str, text: bytes) -> WeightIndex:
@@ -301,6 +307,13 @@ class _Reader:
             if type(self._store) is LocalStore:
                 raise
             return None
+
+
+def _folder_of_weights(folder: Path) -> Path | None:
+    """Return a folder one or two below with weights of usual names, as a cache of the Hub has (snapshots/COMMIT)."""
+    usual = (SAFETENSORS_FILE, SAFETENSORS_INDEX, PYTORCH_FILE, PYTORCH_INDEX, DIFFUSERS_FILE, DIFFUSERS_INDEX)
+    found = (path for depth in ("*", "*/*") for name in usual for path in folder.glob(f"{depth}/{name}"))
+    return min((path.parent for path in found), default=None)
 
 
 def _present(files: Mapping[str, bytes | None]) -> dict[str, bytes]:

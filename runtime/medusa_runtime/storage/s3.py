@@ -58,6 +58,7 @@ class S3Store(HttpStore):
         self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
         self._credentials: Callable[[], Credentials | None] | None = None
         self._finding = threading.Lock()
+        self._searched = True  # whether everything was looked through in which credentials may be
         super().__init__(self._address(), retries, self._environ)
         self.url = url
 
@@ -120,6 +121,7 @@ class S3Store(HttpStore):
         try:
             import botocore.session  # 0.1 s, and only needed if the environment does not have the keys themselves
         except ModuleNotFoundError:
+            self._searched = False
             if any(env.get(name) for name in _ELSEWHERE) or Path("~/.aws/credentials").expanduser().exists():
                 raise MissingPackageError(
                     f'{redacted(self.url)}: finding these credentials needs boto3: pip install "medusa-runtime[s3]"'
@@ -178,4 +180,5 @@ class S3Store(HttpStore):
             "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role, "
             "or AWS_NO_SIGN_REQUEST=true for a public bucket"
+            + ("" if self._searched else '; a role is found with boto3 only: pip install "medusa-runtime[s3]"')
         )

@@ -102,7 +102,7 @@ def test_the_program_behind_a_wrong_flag_is_not_listed() -> None:
 def test_flags_of_vllm_are_sent_behind_the_dashes() -> None:
     behind = "flags of vllm serve follow behind --: --engine vllm … -- "
     for given, meant in (
-        (("--gpu-memory-utilization", "0.9"), f"--gpu-memory-utilization 0.9; {behind}--gpu-memory-utilization;"),
+        (("--swap-space", "4"), f"--swap-space 4; {behind}--swap-space;"),
         (("--enforce-eager", "--engine", "vllm"), f"? {behind}--enforce-eager;"),
     ):
         assert meant in refused("serve", "m", *given)

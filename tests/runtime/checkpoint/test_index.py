@@ -12,7 +12,7 @@ import pytest
 from medusa_runtime.checkpoint.header import DTYPE_BITS, MOST_TENSORS, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.errors import CorruptError, ForbiddenError, ObjectNotFoundError
+from medusa_runtime.errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
 
 Make = Callable[..., bytes]
 F32 = ("F32", [2], b"12345678")
@@ -247,6 +247,30 @@ def test_a_folder_without_a_usual_name_says_what_it_has(tmp_path: Path) -> None:
         ObjectNotFoundError, match=r"GGUF, as in q4\.gguf, is not read: expected the model as safetensors"
     ):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("below", ["snapshots/0123abc", "0_Transformer", "unet", "1"])
+def test_a_folder_of_folders_says_which_has_the_weights(tmp_path: Path, below: str) -> None:
+    (tmp_path / below).mkdir(parents=True)
+    (tmp_path / below / "model.safetensors.index.json").touch()
+    with pytest.raises(ObjectNotFoundError, match=rf"in a folder of it: give its address, {tmp_path}/{below}$"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/4d7a")
+    with pytest.raises(
+        ObjectNotFoundError, match=r"model\.safetensors is a link to \.\./\.\./blobs/4d7a, which is missing"
+    ):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/m/q4.gguf", "/models/q4.gguf"])
+def test_the_address_of_a_gguf_file_is_refused(place: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"q4\.gguf: GGUF is not read: expected the folder of the model as safetensors"
+    ):
+        open_checkpoint(place)
 
 
 def _header(count: int, offsets: str = "data_offsets") -> bytes:

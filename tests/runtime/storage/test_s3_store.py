@@ -187,12 +187,26 @@ def test_without_boto3_a_profile_names_the_command(monkeypatch: pytest.MonkeyPat
         store.stat("w")
 
 
+def test_without_boto3_a_refusal_says_that_no_role_was_looked_for(
+    origin: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "botocore.session", None)
+    monkeypatch.setitem(__import__("sys").modules, "botocore", None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    origin.accept = lambda headers, path: False
+    store = S3Store("s3://bucket/m", RetryPolicy(), {"AWS_ENDPOINT_URL": origin.url})
+    with pytest.raises(ForbiddenError, match=r'a role is found with boto3 only: pip install "medusa-runtime\[s3\]"'):
+        store.stat("w")
+    store.close()
+
+
 def test_a_refusal_says_what_to_do_and_shows_no_secret(origin: Any) -> None:
     origin.accept = lambda headers, path: False
     store = S3Store("s3://bucket/m", RetryPolicy(), {**KEYS, "AWS_ENDPOINT_URL": origin.url})
     with pytest.raises(ForbiddenError, match="AWS_NO_SIGN_REQUEST") as caught:
         store.stat("w")
     assert "s3://bucket/m/w" in str(caught.value)
+    assert "boto3" not in str(caught.value)
     assert not any(value in str(caught.value) for value in KEYS.values())
     store.close()
 

@@ -28,8 +28,8 @@ _MOST_TOKENS = 1 << 20  # the most ids to decode, unless the context has more: w
 _TURN_S = 20.0  # how long a long text waits for others, less than a client waits for the answer
 _CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _HINT = (
-    "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
-    "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+    "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model, or vocab.json "
+    "and merges.txt, transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
 )
 
 
@@ -53,11 +53,14 @@ class Tokenizer:
             self._thread.start()
 
     def wait(self, vocab_size: int) -> None:
-        """Wait until the tokenizer is loaded, and warn if it has more tokens than the model's vocabulary.
+        """Wait until the tokenizer is loaded, and warn if it has more tokens than the model, or if there is none.
 
         Raises CorruptError if tokenizer.json cannot be read.
         """
         if not self.present:
+            logger.warning(
+                "this checkpoint has no tokenizer.json: only requests with token ids can be answered; %s", _HINT
+            )
             return
         tokens = self._loaded().get_vocab_size()
         if tokens > vocab_size:
@@ -207,8 +210,10 @@ class Tokenizer:
         except ImportError as error:
             self._error = as_limit_error(error) or EngineError(f"the tokenizers package cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the package raises bare Exception
+            pointer = self._data.startswith(b"version https://git-lfs")
+            wrong = "but found a Git LFS pointer to one; run git lfs pull" if pointer else f"which it is not: {error}"
             self._error = CorruptError(
-                f"tokenizer.json: expected the JSON of a fast tokenizer, which it is not: {error}; fetch it again"
+                f"tokenizer.json: expected the JSON of a fast tokenizer, {wrong}{'' if pointer else '; fetch it again'}"
             )
         else:
             self._tokenizer = parsed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from medusa_handler.model.chat_template import ChatTemplate
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.errors import RequestError
+from medusa_runtime.errors import CorruptError, RequestError
 from medusa_runtime.timeline import Timeline
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Parsed
@@ -85,10 +85,20 @@ def test_a_chat_s_markers_are_single_tokens() -> None:
     assert ours.decode(ids, skip_special_tokens=True) == "user\nhello\nassistant\n"
 
 
-def test_without_a_tokenizer_json_the_message_says_what_to_do() -> None:
+def test_without_a_tokenizer_json_the_message_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     ours = Tokenizer(None, Timeline.create("test"))
     with pytest.raises(RequestError, match=r"token ids.*tokenizer\.json"):
         ours.encode("hello", add_special_tokens=True)
+    assert not caplog.records
+    ours.wait(100)  # at the start: not only the first request shows it
+    (record,) = caplog.records
+    assert "has no tokenizer.json: only requests with token ids can be answered; " in record.getMessage()
+
+
+def test_a_pointer_in_place_of_the_tokenizer_is_named() -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    with pytest.raises(CorruptError, match=r"found a Git LFS pointer to one; run git lfs pull$"):
+        Tokenizer(pointer, Timeline.create("test")).wait(100)
 
 
 def test_a_tokenizer_of_another_model_is_named(caplog: pytest.LogCaptureFixture) -> None:

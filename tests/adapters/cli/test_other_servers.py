@@ -1,0 +1,45 @@
+"""Flags that people bring from other model servers: said in ours, in one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_adapters.cli.command_line import command_parsers
+from medusa_adapters.cli.other_servers import MEANT
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+
+
+def refused(*arguments: str) -> str:
+    """The line on stderr of a call that must end with status 2."""
+    result = subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 2, result
+    return result.stderr
+
+
+def test_flags_of_other_servers_are_said_in_ours() -> None:
+    for given, meant in (
+        (("--max-num-seqs", "8"), "argument: --max-num-seqs; expected --max-concurrency; see medusa serve --help"),
+        (("--trust-remote-code",), "--trust-remote-code; expected no flag: code that a checkpoint brings is not run;"),
+        (("--tokenizer", "x"), "--tokenizer; expected no flag: the tokenizer is the one beside the weights;"),
+        (("--model_name=x",), "--model_name; expected --served-model-name;"),
+    ):
+        assert meant in refused("serve", "m", *given)
+
+
+def test_every_flag_that_is_said_instead_is_there() -> None:
+    ours = command_parsers()["serve"]._option_string_actions
+    for flag, meant in MEANT.items():
+        assert flag not in ours
+        assert set(re.findall(r"--[a-z-]+", meant)) <= set(ours)
+
+
+@pytest.mark.parametrize("given", [("--api-key", "s3cret"), ("--api-key=s3cret",)])
+def test_the_api_key_of_other_servers_is_no_file_and_is_not_shown(given: tuple[str, ...]) -> None:
+    line = refused("serve", "--model", "m", *given)
+    assert "unrecognized argument: --api-key; expected --api-key-file, or the variable MEDUSA_TOKEN" in line
+    assert "s3cret" not in line
