@@ -17,6 +17,7 @@ ARCHITECTURES: dict[str, str] = {
     "MixtralForCausalLM": "mixture:Mixture",
     "Qwen2MoeForCausalLM": "mixture:Mixture",
     "Qwen3MoeForCausalLM": "mixture:Mixture",
+    "Gemma3ForCausalLM": "gemma3:Gemma3",
     "GptOssForCausalLM": "gpt_oss:GptOss",
     "OPTForCausalLM": "opt:OPT",
     "FalconForCausalLM": "falcon:Falcon",

@@ -107,15 +107,15 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(size, config.norm_eps)
             self.k_norm = RMSNorm(size, config.norm_eps)
 
-    def forward(self, normed: Tensor, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """Return ``hidden`` plus the attention over ``normed``."""
+    def forward(self, normed: Tensor, hidden: Tensor | None, rotation: Rotation, attention: Attention) -> Tensor:
+        """Return the attention over ``normed``, plus ``hidden`` if there is one."""
         q, k, v = project(normed, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation(q, k)
         out = self.attend(attention, q, k, v)
-        return cast(Tensor, self.o_proj(out.reshape(hidden.shape[0], -1), hidden))
+        return cast(Tensor, self.o_proj(out.reshape(normed.shape[0], -1), hidden))
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)

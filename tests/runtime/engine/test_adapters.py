@@ -219,6 +219,7 @@ GATED = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "OPTForCausalLM": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2")),
     "FalconForCausalLM": ({}, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+    "Gemma3ForCausalLM": ({"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}, LLAMA_TARGETS),
     "GptOssForCausalLM": (
         {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
         ("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -27,6 +27,7 @@ SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
 GATED = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2}
 MOE = GATED | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+GEMMA3 = GATED | {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 3}
 GPT_OSS = GATED | {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}
 
 
@@ -69,6 +70,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": True}),
     "qwen3-moe-some-layers": ("Qwen3Moe", MOE | {"head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-tuned": (
+        "Gemma3",
+        GEMMA3 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": True,
+                  "tie_word_embeddings": False, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 40,
+                  "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+                                      "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}}},
+    ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-full": (
         "GptOss",
@@ -99,9 +108,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def reference(case: str, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     """A random model of transformers, saved to ``folder``; every parameter is random, so that none goes unnoticed."""
     family, values = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = kind.config_class(**values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(len(case))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.25 + (1.0 if "norm" in name or "ln_" in name else 0.0))
@@ -169,7 +179,7 @@ def test_agrees_in_fp32(case: str, tmp_path: Path) -> None:
         assert greedy(ours, PROMPT, 8) == tokens
 
 
-@pytest.mark.parametrize("case", ["llama-untied", "qwen2", "qwen3", "mistral-window", "opt", "falcon-7b"])
+@pytest.mark.parametrize("case", ["llama-untied", "qwen2", "qwen3", "mistral-window", "gemma3", "opt", "falcon-7b"])
 def test_agrees_in_bf16(case: str, tmp_path: Path) -> None:
     """As near to the exact logits as transformers is, when both compute in bf16."""
     theirs = reference(case, tmp_path, torch.bfloat16)
@@ -189,7 +199,7 @@ def test_sharded_files(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(ours, PROMPT), theirs(torch.tensor([PROMPT])).logits[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama-untied", "opt-350m", "falcon-7b"])
+@pytest.mark.parametrize("case", ["llama-untied", "gemma3", "opt-350m", "falcon-7b"])
 def test_layers_run_in_any_range(case: str, tmp_path: Path) -> None:
     reference(case, tmp_path, torch.float32)
     with loaded(tmp_path) as model:

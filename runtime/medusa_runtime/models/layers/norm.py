@@ -12,13 +12,15 @@ class RMSNorm(nn.Module):
     """A root-mean-square norm over the last dimension: [..., size] → [..., size].
 
     With ``once``, only the result is rounded, and not the factor that the weight is multiplied with.
+    ``offset`` is added to the weight.
     """
 
-    def __init__(self, size: int, eps: float, *, once: bool = False) -> None:
+    def __init__(self, size: int, eps: float, *, once: bool = False, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.once = once
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, once=self.once)
+        return rms_norm(x, self.weight, self.eps, once=self.once, offset=self.offset)
