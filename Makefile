@@ -152,7 +152,7 @@ wheels: setup-dev ## Build dist/: sdist, manylinux wheels with the CPU kernels (
 	@if command -v $(AARCH64_CC) >/dev/null; then CC=$(AARCH64_CC) $(BIN)/python -m build --no-isolation --outdir out/wheels; \
 	  else echo "== no wheel for aarch64: $(AARCH64_CC) was not found (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)"; fi
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist out/wheels/*-linux_*.whl
-	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	MEDUSA_PURE=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
 	cp out/wheels/*.tar.gz dist
 	@ls -l dist
 

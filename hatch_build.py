@@ -1,13 +1,19 @@
-"""Build hook: compiles the CPU kernels into the package. Without a C compiler it is pure and uses torch's products."""
+"""Build hook: compiles the CPU kernels into the package, and adds the documents.
+
+Without a C compiler, or with MEDUSA_PURE set, the package is pure and uses torch's products.
+"""
 
 from __future__ import annotations
 
+import os
 import runpy
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+# Installed into share/doc/medusa-runtime. With an editable installation, the clone's are read.
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "monitoring")
 KERNELS = Path("runtime/medusa_runtime/kernels")
 
 
@@ -15,6 +21,10 @@ class KernelBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile beside the sources (an editable install finds the library there) and add it to the wheel."""
         root = Path(self.root)
+        if version != "editable" and (root / "docs").is_dir():  # an image is built without them
+            build_data["shared_data"] |= {str(root / name): f"share/doc/medusa-runtime/{name}" for name in DOCUMENTS}
+        if os.environ.get("MEDUSA_PURE"):
+            return
         kernels = runpy.run_path(str(root / KERNELS / "build.py"))
         library = Path(root, KERNELS, kernels["LIBRARY_NAME"])
         if version == "editable" and kernels["is_fresh"](library):

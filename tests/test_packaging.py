@@ -18,7 +18,8 @@ import pytest
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["runtime", "handler", "adapters", "templates", "pyproject.toml", "README.md", "hatch_build.py"]
+DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "monitoring"]
+PARTS = ["runtime", "handler", "adapters", "templates", "pyproject.toml", "hatch_build.py", *DOCUMENTS]
 PACKAGES = ["medusa_snapshot", "medusa_runtime", "medusa_handler", "medusa_adapters"]
 LIBRARY = "medusa_runtime/kernels/libmedusa_kernels.so"
 CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
@@ -91,6 +92,29 @@ def test_wheel_has_the_templates(wheel: Path) -> None:
     packed = {name.removeprefix(top): archive.read(name) for name in archive.namelist() if name.startswith(top)}
     there = [path for path in (ROOT / "templates").rglob("*") if path.is_file() and "cache" not in str(path)]
     assert packed == {str(path.relative_to(ROOT / "templates")): path.read_bytes() for path in there}
+
+
+def test_wheel_has_the_documents_and_all_that_they_link_to(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    top = next(name for name in archive.namelist() if name.endswith("/README.md") and ".data/" in name)
+    assert top.endswith(".data/data/share/doc/medusa-runtime/README.md")
+    folder = Path(top).parent
+    packed = {os.path.relpath(name, folder) for name in archive.namelist()}
+    assert {"docs/troubleshooting.md", "monitoring/prometheus-alerts.yaml"} <= packed
+    pages = [name for name in packed if name.endswith(".md") and not name.startswith("..")]
+    assert len(pages) > 40
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#\s]+)", archive.read(f"{folder}/{page}").decode()):
+            there = os.path.normpath(Path(page).parent / link)
+            assert "://" in link or there in packed, f"{page} links to {link}"
+
+
+def test_help_says_where_the_documents_are(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "empty"], check=True)
+    command = [tmp_path / "empty/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--ignore-installed", wheel], check=True, capture_output=True)
+    ran = subprocess.run([tmp_path / "empty/bin/medusa", "--help"], capture_output=True, text=True, check=True)
+    assert f"\ndocuments: {tmp_path}/empty/share/doc/medusa-runtime/README.md\n" in ran.stdout
 
 
 def test_installed_package_makes_projects(installed: Path, tmp_path: Path) -> None:

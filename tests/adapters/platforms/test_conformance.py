@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from medusa_adapters.platforms.base import ADAPTERS
+from medusa_runtime.config import PLATFORMS
 
 Launch = Callable[..., Any]
 SECRET = "not-for-anybody"
@@ -28,6 +30,10 @@ PLACES = {
     "openfaas": Place({"fprocess": "medusa serve", "suppress_lock": "true", "metrics_port": "0"}, "/", "/_/ready"),
     "sagemaker": Place({"SAGEMAKER_REGION": "eu-west-1"}, "/invocations", "/ping"),
 }
+
+
+def test_each_platform_can_be_named_and_is_recognized() -> None:
+    assert {*ADAPTERS, "auto"} == {*PLATFORMS}
 
 
 @pytest.fixture(scope="module", params=PLACES)
