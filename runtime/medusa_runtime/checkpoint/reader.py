@@ -225,6 +225,8 @@ class _Reader:
             names = []
         if gguf := [name for name in names if name.endswith(".gguf")]:
             return f"GGUF, as in {gguf[0]}, is not read: expected the model as safetensors"
+        if "params.json" in names and any(name.startswith("consolidated.") for name in names):
+            return "consolidated files are for Mistral's or Meta's own code: expected those for transformers"
         named = [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]
         if folder and (broken := [name for name in named if not (folder / name).exists()]):
             return f"{broken[0]} is a link to {os.readlink(folder / broken[0])}, which is missing: copy that, too"

@@ -257,6 +257,13 @@ def test_a_folder_of_folders_says_which_has_the_weights(tmp_path: Path, below: s
         open_checkpoint(str(tmp_path))
 
 
+def test_a_folder_for_other_code_than_transformers_is_named(tmp_path: Path) -> None:
+    for name in ("params.json", "consolidated.safetensors", "tekken.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ObjectNotFoundError, match=r"Mistral's or Meta's own code: expected those for transformers$"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("../../blobs/4d7a")
     with pytest.raises(
