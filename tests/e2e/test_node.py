@@ -327,7 +327,8 @@ def test_a_warm_process_dies_while_it_is_specialised(start: Start, node: Any, ex
     node.until(lambda: taken(node) == before + 1)
     os.kill(engine, signal.SIGKILL)
     assert serving.complete()["choices"][0]["text"]
-    assert "the node's engine process ended; starting one of our own" in serving.output()
+    assert "the node's engine process ended; starting one of our own (the agent's log" in serving.output()
+    assert f"torch engine process {engine} ended (killed by SIGKILL)" in node.output()
     assert serving.stop() == 0
 
 

@@ -202,7 +202,7 @@ class Instance:
             if self._signals.stop_requested:
                 continue
             if loss is loss.ENGINE:
-                logger.error("the node's engine process ended; starting one of our own")
+                logger.error("the node's engine process ended; starting one of our own (the agent's log may say why)")
                 self._fork_zygote()
             else:
                 self._replace_region(node)

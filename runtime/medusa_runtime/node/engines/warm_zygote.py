@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from ...config import Settings
 from ...device.choice import choose
 from ...errors import MedusaError
+from ...limits import OutOfMemory
 from ...process import ReportPipe, end_first, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
 from ..child import close_others
 from ..messages import channel_pair, receive, send
 from .warm_engine import run_idle
+
+logger = logging.getLogger(__name__)
 
 
 def run_zygote(
@@ -27,7 +32,9 @@ def run_zygote(
     kind = engine.engine
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     end_first()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps the children
+    out_of_memory = OutOfMemory()
+    out_of_memory.look()
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(kind, out_of_memory))
     settings = replace(engine, device=choose("auto", os.environ))
     gc.disable()
     try:
@@ -48,3 +55,12 @@ def run_zygote(
         os.close(pidfd)
         theirs.close()
     return 0
+
+
+def _reap(kind: str, out_of_memory: OutOfMemory) -> None:
+    """Reap what has ended, and log what a signal has ended. A function that has taken it only sees that it is gone."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = os.waitstatus_to_exitcode(ended[1])
+            if status < 0:
+                logger.warning("%s engine process %d ended (%s)", kind, ended[0], out_of_memory.how(status))
