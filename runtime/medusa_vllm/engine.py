@@ -37,7 +37,7 @@ from .compiled.settings import CompiledStart
 from .configuration import configure
 from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
-from .flags import flag_words
+from .flags import flag_words, light_routes_suffice
 from .imports import server_is_imported
 from .prefills import watch_prefills
 from .serving.front_end import FrontEnd, ServedModel
@@ -58,6 +58,7 @@ class VllmEngine:
     """
 
     mounts_when_idle = True  # vLLM's own HTTP server; False offline, where nobody sends it a request
+    mounts_at_start = True  # if flags want it; False where its core comes later
 
     def __init__(
         self,
@@ -154,6 +155,15 @@ class VllmEngine:
         return self._loaded.is_set() and self._load_error is None
 
     def wait_ready(self) -> None:
+        """Wait for the model and, if flags let vLLM's server answer all requests, for that server."""
+        self._wait_loaded()
+        if self.mounts_at_start and self.mounts_when_idle and not light_routes_suffice(self._settings):
+            try:
+                self.open_http()
+            except EngineError as error:
+                raise ConfigError(f"{error}; expected flags of vllm serve with which it starts") from error
+
+    def _wait_loaded(self) -> None:
         self._loaded.wait()
         if self._load_error is not None:
             raise self._load_error
@@ -161,7 +171,7 @@ class VllmEngine:
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """Wait until vLLM's own HTTP server is there, and return a function that takes a connection."""
-        self.wait_ready()
+        self._wait_loaded()
         if not hasattr(self._core, "attach_front_end"):
             from .serving.core import missing_part
 

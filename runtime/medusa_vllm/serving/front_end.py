@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pkgutil
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.errors import ConfigError, EngineError, MedusaError
 from medusa_runtime.imports.gc_paused import gc_paused
 from medusa_runtime.timeline import Timeline
 
@@ -231,11 +232,22 @@ _ADDRESSES = ("input_address", "output_address")
 
 
 def _import_plugins(arguments: Any) -> None:
-    """Import the parsers that flags name, and check those names, as vLLM's launcher does and its app does not."""
+    """Import what flags name, and check the parsers' names, as vLLM's launcher does and its app does not.
+
+    Raises ConfigError for middleware that cannot be imported, which only the app would import.
+    """
     from vllm.entrypoints.launchers import launcher
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
+    for name in arguments.middleware:
+        try:
+            pkgutil.resolve_name(":".join(name.rsplit(".", 1)))
+        except Exception as error:  # importing a user's module may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"--middleware: expected the path of a class or function, found {name!r}: {reason}"
+            ) from error
     if arguments.tool_parser_plugin:
         ToolParserManager.import_tool_parser(arguments.tool_parser_plugin)
     if arguments.reasoning_parser_plugin:

@@ -44,3 +44,24 @@ def test_a_configuration_that_contradicts_itself(example: Path, tmp_path: Path) 
     status, line = refused("--model", tmp_path / "model")
     expected = "The hidden size (100) is not a multiple of the number of attention heads (8)."
     assert (status, line) == (1, f"medusa: config.json cannot be used: {expected} [Weights.Invalid]")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--middleware nowhere.Middleware",
+            "--middleware: .* found 'nowhere.Middleware': ModuleNotFoundError: No module",
+        ),
+        ("--middleware json.nothing", "--middleware: .* found 'json.nothing': AttributeError"),
+        ("--enable-auto-tool-choice --tool-call-parser nowhere", "nowhere"),
+        ("--enable-auto-tool-choice --tool-call-parser mine --tool-parser-plugin /no/file.py", "mine"),
+        ("--chat-template /no/file.jinja", "/no/file.jinja"),
+        ("--enable-lora --lora-modules a=/no/adapter", "/no/adapter"),
+    ],
+)
+def test_flags_with_which_vllms_server_does_not_start(example: Path, flags: str, said: str) -> None:
+    """The instance became ready, and every request got the error."""
+    status, line = refused("--model", example, "--kv-cache-mb", "64", "--", *flags.split())
+    assert re.fullmatch(rf"medusa: .*{said}.* \[Config\.Invalid\]", line), line
+    assert status == 2

@@ -44,6 +44,8 @@ _POLL_S = 0.25  # between two checks of the region and the group's file
 class VllmLeader(VllmEngine):
     """The engine of the leader; see the module."""
 
+    mounts_at_start = False
+
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
         self.link = plan.emulated_link()
@@ -64,7 +66,7 @@ class VllmLeader(VllmEngine):
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """Open vLLM's own server. It needs the core that stays, so this waits until the engine is alone."""
-        self.wait_ready()
+        self._wait_loaded()
         while not self._alone.wait(_POLL_S):
             if self._closing.is_set():
                 raise RequestError("the engine is stopping")
