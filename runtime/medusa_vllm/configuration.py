@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from medusa_runtime.config import Settings
@@ -98,6 +99,8 @@ def _arguments(
     elif current_platform.is_cuda():
         warn_of_unused_flags(flags)
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
+    if arguments["distributed_executor_backend"] == "mp":
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(files.path()))  # else a killed engine's sockets stay in /tmp
     return arguments
 
 

@@ -42,6 +42,7 @@ from .imports import server_is_imported
 from .prefills import watch_prefills
 from .serving.front_end import FrontEnd, ServedModel
 from .serving.statistics import Progress, Statistics
+from .shared_memory import remove_names_of_ranks
 from .structured import StructuredOutputManagers, TokenizerFolder
 
 logger = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ class VllmEngine:
 
         with self._timeline.stage("core"), cached_entry_points():
             core = core_class()(self.config, Executor.get_class(self.config), self._inbox, self._handle)
+        remove_names_of_ranks(core.model_executor)
         self._watch(core)
         return core
 

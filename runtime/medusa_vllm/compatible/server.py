@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ from medusa_runtime.timeline import Timeline
 from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, flag_words, names_media_domains
 from ..plugin import ANY_VERSION_FORMAT
 from ..scratch import Guard
+from ..shared_memory import QUIET, remove_names
 from ..weights.attached import loader_config
 
 _RETRY_S = 0.1
@@ -87,6 +90,7 @@ class VllmServer:
         environment = MEDIA_ENVIRONMENT | os.environ
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
+        environment["PYTHONWARNINGS"] = ",".join(filter(None, (environment.get("PYTHONWARNINGS"), QUIET)))
         environment["TMPDIR"] = str(folder)  # vLLM leaves files of torch's compiler there
         if settings.device == "cpu":
             environment.setdefault(
@@ -108,6 +112,7 @@ class VllmServer:
             self.check()
             try:
                 if self.get("/health")[0] == http.client.OK:
+                    remove_names(self._pids())
                     return
             except OSError:
                 time.sleep(_RETRY_S)
@@ -118,6 +123,13 @@ class VllmServer:
         if status is not None:
             how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
             raise EngineError(f"vLLM's own server {how}; its log says why")
+
+    def _pids(self) -> Iterator[int]:
+        """Yield the processes of the server, which are in one process group."""
+        for name in os.listdir("/proc"):
+            with suppress(OSError):
+                if name.isdigit() and os.getpgid(int(name)) == self._process.pid:
+                    yield int(name)
 
     def connect(self) -> socket.socket:
         """Return a connection to the server. Raises OSError."""

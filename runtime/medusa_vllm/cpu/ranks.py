@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -28,6 +27,7 @@ from vllm.v1.executor import multiproc_executor
 
 from ..executor import PreparedWorker
 from ..scratch import scratch_folder
+from ..shared_memory import QUIET
 
 # vLLM sets the one that the loaded OpenMP reads.
 _AFFINITY_VARIABLES = (
@@ -35,7 +35,6 @@ _AFFINITY_VARIABLES = (
     "OMP_PLACES",
     "KMP_AFFINITY",
 )
-_QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
@@ -47,8 +46,8 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has set spawn
-        with patch.object(sys, "warnoptions", [*sys.warnoptions, _QUIET]):
-            resource_tracker.ensure_running()  # removes the ranks' shared memory at the end, which vLLM does not
+        with patch.object(sys, "warnoptions", [*sys.warnoptions, QUIET]):
+            resource_tracker.ensure_running()  # removes the ranks' shared memory if the engine ends during the start
         folder = self._scratch.enter_context(scratch_folder("medusa"))
         # The folder holds the ranks' sockets, and the file through which they find each other. A PreparedWorker repeats
         # nothing that was done before the fork.
@@ -57,10 +56,6 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
             patch.object(multiproc_executor, "WorkerWrapperBase", PreparedWorker),
         ):
             super()._init_executor()
-        # vLLM's C++ code names shared memory after that file, and never removes it. All ranks have opened it by now.
-        for meeting in Path(folder).glob("vllm_dist_*"):
-            for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
-                segment.unlink()
 
     def shutdown(self) -> None:
         super().shutdown()

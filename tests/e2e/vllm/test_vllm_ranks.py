@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from process_tree import alive
+from waiting import until
 
 Start = Callable[..., Any]
 PATIENCE_S = 300.0
@@ -107,7 +110,6 @@ def test_forked_ranks_read_their_slices_and_say_what_one_rank_says(start: Start,
     assert applied(two) == [stored, stored]  # multiplied by our kernels where one rank's are
     ranks = ranks_of(two)
     assert len(ranks) == 2
-    assert not list(Path("/dev/shm").glob("vllm_dist_*"))  # what is not there cannot be left behind
     images = {Path(f"/proc/{pid}/auxv").read_bytes() for pid in (two.child("engine"), *ranks)}
     assert len(images) == 1  # none of them is a new interpreter, which has its own random numbers there
     assert [len(os.sched_getaffinity(pid)) for pid in ranks] == [len(os.sched_getaffinity(0)) // 2] * 2
@@ -118,6 +120,33 @@ def test_forked_ranks_read_their_slices_and_say_what_one_rank_says(start: Start,
         assert sum(second[name]) <= most
         assert all(map(or_, first[name], second[name]))
     assert two.stop() == 0
+
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.mark.parametrize("mode", ["auto", "compatible"])
+def test_nothing_is_left_in_shared_memory_if_all_processes_are_killed_at_once(
+    start: Start, example: Path, mode: str
+) -> None:
+    """As when a container's memory runs out. Its /dev/shm is that of the pod, where the next container runs."""
+    before = set(SHARED.iterdir())
+    flags = ("--kv-cache-mb", "64", "--tensor-parallel", "2", "--vllm-mode", mode)
+    serving = start("--model", example, "--engine", "vllm", *flags, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    status, answer, _ = serving.request("POST", "/v1/completions", {"prompt": "x"}, timeout_s=PATIENCE_S)
+    assert status == 200, answer
+    pids = [serving.process.pid, *serving.children()]
+    mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in pids))
+    assert {"psm_", "vllm_dist_"} <= set(re.findall(r"/dev/shm/(psm_|vllm_dist_)", mapped))
+    left = [path for path in set(SHARED.iterdir()) - before if path.name in mapped]
+    semaphores = [path for path in left if path.name.startswith("sem.")]  # of 32 bytes, which later processes may open
+    for path in semaphores:
+        path.unlink()
+    assert left == semaphores
 
 
 def test_ranks_end_with_an_engine_that_is_killed(start: Start, example: Path) -> None:
