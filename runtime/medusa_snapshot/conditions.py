@@ -81,8 +81,7 @@ def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str,
 
     Each has its size in bytes and the seconds of its modification time, which is what a container image keeps of it.
     """
-    with open("/proc/self/maps") as maps:
-        names = {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "/" in line}
+    names = mapped_files()
     for module in modules:
         spec = namespace(module).get("__spec__")
         if spec is not None and spec.has_location:
@@ -91,6 +90,11 @@ def files(modules: Iterable[Any], import_path: Iterable[str]) -> list[tuple[str,
     if "aiohttp.connector" in sys.modules:
         names.update(_certificates())
     return [(name, *_status(name)) for name in sorted(names) if os.path.exists(name)]
+
+
+def mapped_files() -> set[str]:
+    with open("/proc/self/maps") as maps:
+        return {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "/" in line}
 
 
 def _certificates() -> list[str]:

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 
-from .conditions import conditions, difference, processor
+from .conditions import conditions, difference, mapped_files, processor
+from .library_files import reopen
 
 TYPE_CHECKING = False  # typing takes several milliseconds to import
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, NoReturn, TextIO
 
 MEMORY, CONDITIONS = "memory", "conditions"
@@ -173,10 +174,10 @@ def note_generators() -> None:
         sys.modules["ssl"].RAND_bytes(1)  # OpenSSL takes milliseconds to make its own, and hardly any to seed it again
 
 
-def start_resumed(message_fd: int) -> list[str]:
+def start_resumed(message_fd: int, kept: Mapping[int, str]) -> list[str]:
     """Read what the process said that this one continues, and bring up to date what the snapshot has of old.
 
-    Returns its arguments.
+    ``kept`` are the numbers and paths of files that libraries keep open. Returns its arguments.
     """
     with open(message_fd, "rb") as file:
         file.seek(0)
@@ -189,6 +190,8 @@ def start_resumed(message_fd: int) -> list[str]:
             os.environ[name] = value
     sys.path[:], sys.argv[:], sys.orig_argv[:] = message["path"], message["argv"], message["orig_argv"]
     sys.dont_write_bytecode = message["dont_write_bytecode"]
+    if kept and (why := reopen(kept)) is not None:
+        start_anew(why)
     try:
         with open("/proc/self/comm", "w") as comm:
             comm.write(message["name"].rstrip("\n"))
@@ -308,9 +311,7 @@ def _set_openblas_threads(count: int) -> None:
         return
     import ctypes
 
-    with open("/proc/self/maps") as maps:
-        libraries = {"/" + line.partition("/")[2].rstrip("\n") for line in maps if "openblas" in line}
-    for library in map(ctypes.CDLL, libraries):
+    for library in map(ctypes.CDLL, (path for path in mapped_files() if "openblas" in path)):
         for name in _OPENBLAS_FUNCTIONS:
             if (function := getattr(library, name, None)) is not None:
                 function(count)

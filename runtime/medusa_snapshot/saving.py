@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .conditions import conditions, files
+from .library_files import is_kept
 from .resuming import CONDITIONS, MEMORY, note_generators, place, start_resumed
 
 _PROBLEM_BYTES = 500
@@ -61,7 +62,7 @@ def save(
     new = target.with_name(f".new-{target.name}-{os.getpid()}")
     if not program.exists():
         raise SnapshotError(f"expected the program {program}, found none; it is built with the compiled kernels")
-    _check_alone()
+    kept = _check_alone()
     remove_unfinished(target)
     new.mkdir(mode=0o700, parents=True)
     try:
@@ -72,7 +73,7 @@ def save(
         memory_fd = os.open(new / MEMORY, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         result = call(memory_fd, thread_id_at, problem, _PROBLEM_BYTES)
         if result > 0:
-            _run(resumed, result)  # from here on, this is another process
+            _run(resumed, result, kept)  # from here on, this is another process
         memory_bytes = os.fstat(memory_fd).st_size
         os.close(memory_fd)
         _check(result, problem.value)
@@ -130,14 +131,20 @@ def _thread_id_offset() -> int:
         raise SnapshotError("expected a glibc that says where it keeps the id of a thread, found another") from None
 
 
-def _check_alone() -> None:
+def _check_alone() -> dict[int, str]:
+    """Return the files that libraries keep open."""
+    kept = {}
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise SnapshotError(f"expected a process with one thread, found {threads}")
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and (found := _open_file(number)) is not None:
-            if not found.startswith(_PROCESSOR):
+            if found.startswith(_PROCESSOR):
+                os.close(number)
+            elif is_kept(found):
+                kept[number] = found
+            else:
                 raise SnapshotError(f"expected a process without open files, found {found}")
-            os.close(number)
+    return kept
 
 
 def _check(result: int, problem: bytes) -> None:
@@ -152,10 +159,10 @@ def _open_file(number: int) -> str | None:
         return None  # it was the listing of the folder
 
 
-def _run(resumed: Callable[[list[str]], int], message_fd: int) -> NoReturn:
+def _run(resumed: Callable[[list[str]], int], message_fd: int, kept: Mapping[int, str]) -> NoReturn:
     status = 70
     try:
-        status = resumed(start_resumed(message_fd))
+        status = resumed(start_resumed(message_fd, kept))
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else int(request.code is not None)
         if isinstance(request.code, str):

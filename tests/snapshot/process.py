@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.compiled_library import LIBRARY
+from medusa_snapshot import library_files
 from medusa_snapshot.resuming import resume
 
 
@@ -21,7 +21,9 @@ def main() -> None:
     if what == "resume":
         print("plain", resume(folder, "test", arguments))
         return
+    library_files.open_high()
     exec(Path(body).read_text(), names)
+    from medusa_runtime.compiled_library import LIBRARY
     from medusa_snapshot.saving import SnapshotError, save
 
     try:

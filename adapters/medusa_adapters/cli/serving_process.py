@@ -313,6 +313,9 @@ def main() -> int:
     import faulthandler
     import signal
 
+    from medusa_snapshot import library_files
+
+    library_files.open_high()
     from medusa_snapshot.saving import SnapshotError
 
     faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
