@@ -121,16 +121,16 @@ def test_contents_of_pinned_memory_are_looked_for_from_its_start() -> None:
 
 
 def not_position_independent() -> str | None:
-    """A Python whose code and heap lie among small numbers, such as Debian's; None where there is none."""
+    """A Python of this version with code and heap among small numbers, such as Debian's; None where there is none."""
     python = os.path.realpath("/usr/bin/python3")
     try:
         with open(python, "rb") as program:
             kind = int.from_bytes(program.read(18)[16:], sys.byteorder)
-        asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-        new = subprocess.check_output(asked, text=True, timeout=240).strip() == "True"
+        asked = [python, "-c", "import sys; print(sys.version_info[:2])"]
+        same = subprocess.check_output(asked, text=True, timeout=240).strip() == str(sys.version_info[:2])
     except (OSError, subprocess.SubprocessError):
         return None
-    return python if kind == 2 and new else None  # ET_EXEC
+    return python if kind == 2 and same else None  # ET_EXEC
 
 
 def test_stale_addresses_of_a_python_that_is_not_position_independent(toy: Any, tmp_path: Path) -> None:
