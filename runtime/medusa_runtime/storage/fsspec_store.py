@@ -17,6 +17,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
+from .credentials import credentials_hint, google_options
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within, with_retries
 
 T = TypeVar("T")
@@ -56,11 +57,14 @@ class FsspecStore:
         try:
             import fsspec  # 0.05 to 0.5 s, because url_to_fs imports the scheme's own package
 
-            self._system, self._root = _limited(lambda: fsspec.core.url_to_fs(url))
+            self._system, self._root = _limited(lambda: fsspec.core.url_to_fs(url, **_options(scheme_of(url))))
+            _leave_retries_to_us(self._system)
         except ImportError as error:
             raise self._missing(error) from None
         except ValueError as error:
-            raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
+            hint = credentials_hint(scheme_of(url))
+            expected = f"; expected credentials{hint}" if hint else ""
+            raise StorageError(f"{redacted(url)} cannot be opened: {error}{expected}") from None
         except NoAnswerError:  # some file systems connect at once
             raise UnreachableError(f"{redacted(url)}: no answer within {_OPERATION_S:g} s") from None
         except OSError as error:
@@ -86,7 +90,7 @@ class FsspecStore:
         if isinstance(error, PermissionError) or status in (401, 403):
             return ForbiddenError(
                 f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
-                f"{self._token_hint()}"
+                f"{credentials_hint(scheme_of(self.url))}{self._token_hint()}"
             )
         if isinstance(error, NoAnswerError):
             return TransientError(UnreachableError(f"{name}: no answer within {_OPERATION_S:g} s"))
@@ -190,6 +194,21 @@ class FsspecStore:
         return None
 
     def close(self) -> None: ...
+
+
+def _options(scheme: str) -> dict[str, str]:
+    if scheme not in ("gs", "gcs"):
+        return {}
+    from fsspec.config import conf
+
+    return {} if conf.get("gs") or conf.get("gcs") else google_options(os.environ)
+
+
+def _leave_retries_to_us(system: Any) -> None:
+    """Let gcsfs try a request once: it would try six times, for a minute, and ours know the prefetcher's patience."""
+    once = getattr(getattr(type(system), "_request", None), "__wrapped__", None)
+    if once is not None:
+        system._request = once.__get__(system)
 
 
 def _limited(operation: Callable[[], T]) -> T:
