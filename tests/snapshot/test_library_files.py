@@ -35,11 +35,6 @@ def test_they_are_open_under_the_same_numbers(tmp_path: Path) -> None:
 
 def test_where_a_number_is_taken_the_process_starts_without_the_snapshot(tmp_path: Path) -> None:
     saved = Saved(tmp_path, _KEEPING)
-    with open(os.devnull) as file:
-        os.dup2(file.fileno(), 230)
-    try:
-        output = saved.resume(pass_fds=(230,))
-    finally:
-        os.close(230)
+    output = saved.resume(close_fds=False, preexec_fn=lambda: os.dup2(1, 230))
     assert output.startswith("plain it needs the descriptor 230 for /")
     assert "which is taken or above the limit for open files" in output

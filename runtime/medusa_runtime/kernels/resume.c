@@ -10,6 +10,8 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#define GUARD_INSTALL 102  // MADV_GUARD_INSTALL, which older headers lack
+
 struct library {
     const Elf64_Sym *symbols;
     const char *strings;
@@ -114,6 +116,12 @@ static int map(const struct snapshot *head, const struct segment *segments, cons
     for (uint32_t i = 0; i < head->segments; i++) {
         const struct segment *segment = segments + i;
         long flags = MAP_PRIVATE, from = -1, protection = segment->protection, bytes = segment->end - segment->begin;
+        if (segment->kind == GUARD) {
+            if (call(SYS_madvise, segment->begin, bytes, GUARD_INSTALL, 0, 0, 0) &&
+                call(SYS_mprotect, segment->begin, bytes, PROT_NONE, 0, 0, 0))  // a kernel without them
+                return -1;
+            continue;
+        }
         if (segment->kind == FILE_PAGES) {
             if (!equal(names + segment->name, opened)) {
                 if (file >= 0) call(SYS_close, file, 0, 0, 0, 0, 0);

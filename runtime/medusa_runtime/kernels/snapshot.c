@@ -77,6 +77,21 @@ static int is_needed(uint64_t entry, uint64_t page, int of_file) {
     return (in_memory || in_swap) && memcmp((const void *)page, no_content, PAGE);
 }
 
+// Whether nobody may touch this page, as at the end of a thread's stack (glibc 2.42). Such pages look like swapped ones.
+static int is_guard(uint64_t entry, uint64_t page) {
+    if (entry >> 63 & 1 || !(entry >> 62 & 1)) return 0;
+    return pwrite(file, (const void *)page, 1, end_of_file) < 0 && errno == EFAULT;  // what follows overwrites the byte
+}
+
+static int add_guard(uint64_t page, int protection) {
+    struct segment *last = segments + head.segments - 1;  // the mapping that it is in came before
+    if (last->kind == GUARD && last->end == page) {
+        last->end += PAGE;
+        return 0;
+    }
+    return add((struct segment){page, page + PAGE, 0, 0, protection, GUARD});
+}
+
 // Save the pages of a mapping that a new mapping of the same kind would not have.
 static int save_pages(uint64_t begin, uint64_t end, int protection, int of_file) {
     uint64_t start = 0, stop = 0;
@@ -86,10 +101,15 @@ static int save_pages(uint64_t begin, uint64_t end, int protection, int of_file)
             uint64_t pages = (end - page) / PAGE, most = sizeof pagemap / sizeof *pagemap;
             if (read_pagemap(page, pages < most ? pages : most)) return -1;
         }
-        if (!is_needed(pagemap[index], page, of_file)) continue;
-        if (start && page - stop > GAP_BYTES) {
+        int guard = is_guard(pagemap[index], page);
+        if (!guard && !is_needed(pagemap[index], page, of_file)) continue;
+        if (start && (guard || page - stop > GAP_BYTES)) {
             if (save(start, stop, protection, SAVED)) return -1;
             start = 0;
+        }
+        if (guard) {
+            if (add_guard(page, protection)) return -1;
+            continue;
         }
         if (!start) start = page;
         stop = page + PAGE;

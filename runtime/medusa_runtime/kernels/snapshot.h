@@ -18,6 +18,7 @@ enum segment_kind {
     FORGOTTEN,  // anonymous memory that a forked child finds empty, such as the state of random numbers
     FILE_PAGES, // pages of another file; those that were written to follow as segments of their own
     SAVED,      // pages of this file
+    GUARD,      // pages of the mapping before, which nobody may touch (MADV_GUARD_INSTALL, Linux 6.13)
     SHARED,     // pages of this file, which a process shares with those that it forks
 };
 
