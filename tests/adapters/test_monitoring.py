@@ -90,8 +90,9 @@ def test_the_agents_metrics_come_back_when_their_process_ends(start_node: Callab
         os.kill(pid, signal.SIGKILL)
     assert "medusa_node_budget_bytes" in _page(node, port)  # the agent kept the port open
     assert "the metrics process has ended; starting it again" in node.output()
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+    refused.value.close()
     with pytest.raises(ConfigError, match=rf"--metrics-port={port} cannot be used: Address already in use"):
         open_listener(port)
 
@@ -131,8 +132,9 @@ def test_each_line_of_the_log_is_an_object_that_names_its_request(tmp_path: Path
         assert process.stderr is not None
         url = json.loads(process.stderr.readline())["message"].rpartition(" ")[2]
         request = urllib.request.Request(url, b"{}", {"X-Request-Id": "order-7"})
-        with pytest.raises(urllib.error.HTTPError, match="500"):
+        with pytest.raises(urllib.error.HTTPError, match="500") as failed:
             urllib.request.urlopen(request, timeout=60)
+        failed.value.close()
         with pytest.raises(OSError, match=r"reset|closed"):
             urllib.request.urlopen(f"{url}/end", timeout=60)
         process.terminate()

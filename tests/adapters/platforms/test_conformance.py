@@ -210,7 +210,7 @@ def test_no_header_moves_a_route(instances: Any) -> None:
 
 
 def test_json_that_is_nested_too_deeply_is_the_clients_mistake(instances: Any, place: Place) -> None:
-    answer = instances("function/handler.py").request("POST", place.path, b"[" * 50_000)
+    answer = instances("function/handler.py").request("POST", place.path, b"[" * 500_000)
     assert (answer.status, answer.json) == (400, {"error": "expected a JSON body: it is nested too deeply"})
 
 

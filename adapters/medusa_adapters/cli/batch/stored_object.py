@@ -103,6 +103,7 @@ class StoredObject:
                     self._end_part()
                 self._file = self._file or self._begin()
                 self._file.write(line)
+                self._file.flush()  # stores that take whole blocks wait for one
             except _TakenError as error:
                 text = "nothing of this one is kept; choose another file, or go on behind its results with --resume"
                 self._failed = StorageError(f"{self._name} {error}; {text}")
