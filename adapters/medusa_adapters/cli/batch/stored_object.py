@@ -122,6 +122,7 @@ class StoredObject:
             try:
                 for piece in pieces(self._system, [*self._earlier, *self._leftovers.ranges]):
                     file.write(piece)
+                file.flush()
             finally:  # a shorter output was written, too
                 self._require_unchanged("was written by another batch since this one began")
         except BaseException:
