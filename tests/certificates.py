@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 
-def make_certificates(folder: Path) -> tuple[Path, Path, Path]:
-    """A cluster's CA, and a node's certificate and key. Needs openssl."""
+def make_certificates(folder: Path, days: int = 2) -> tuple[Path, Path, Path]:
+    """A cluster's CA, and a node's certificate, valid for so many days, and key. Needs openssl."""
     ca, ca_key, cert, key, request = (
         folder / name for name in ("ca.pem", "ca.key", "node.pem", "node.key", "node.csr")
     )
@@ -18,5 +18,6 @@ def make_certificates(folder: Path) -> tuple[Path, Path, Path]:
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj")  # made at once
     openssl("req", "-x509", *new, "/CN=cluster", "-days", "2", "-keyout", ca_key, "-out", ca)
     openssl("req", *new, "/CN=node", "-keyout", key, "-out", request)
-    openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-out", cert)
+    signed = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial")
+    openssl("x509", "-req", "-in", request, *signed, "-days", str(days), "-out", cert)
     return ca, cert, key

@@ -41,7 +41,7 @@ class PeerAccess:
             )
         access = cls(read_token(token_file), ca_file or None, cert_file or None, key_file or None)
         if access.tls:
-            access.client_context()  # so that a bad file fails at start, and not in the first fetch
+            access.try_certificate()  # so that a bad file fails at start, and not in the first fetch
         return access
 
     @property
@@ -56,6 +56,30 @@ class PeerAccess:
     def server_context(self) -> ssl.SSLContext | None:
         """Return the context with which a node listens; it requires a certificate. None for plain HTTP."""
         return self._context(server=True) if self.tls else None
+
+    def try_certificate(self) -> None:
+        """Shake hands with ourselves, in memory. Raises ConfigError if nodes would not accept our certificate."""
+        import ssl
+
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [
+            self._context(server=False).wrap_bio(to_client, to_server),
+            self._context(server=True).wrap_bio(to_server, to_client, server_side=True),
+        ]
+        for _ in range(20):  # half of them are enough
+            try:
+                ends[0].do_handshake()
+                del ends[0]
+                if not ends:
+                    break
+            except ssl.SSLWantReadError:
+                ends.reverse()
+            except ssl.SSLError as error:
+                reason = getattr(error, "verify_message", None) or error.reason
+                raise ConfigError(
+                    f"{self.cert_file}: expected a certificate of the CA in {self.ca_file}, for servers and clients, "
+                    f"which is valid now, found another one: {reason}"
+                ) from None
 
     def _context(self, *, server: bool) -> ssl.SSLContext:
         import ssl  # 10 ms, and only needed for certificates

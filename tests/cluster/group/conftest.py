@@ -26,8 +26,14 @@ def other_certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, s
     return made_certificates(tmp_path_factory.mktemp("certificates"))
 
 
-def made_certificates(folder: Path) -> tuple[str, str, str]:
+@pytest.fixture(scope="session")
+def old_certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """Those of another cluster, whose node's certificate has expired."""
+    return made_certificates(tmp_path_factory.mktemp("certificates"), days=-1)
+
+
+def made_certificates(folder: Path, days: int = 2) -> tuple[str, str, str]:
     if not shutil.which("openssl"):
         pytest.skip("needs openssl, to make certificates")
-    ca, certificate, key = map(str, make_certificates(folder))
+    ca, certificate, key = map(str, make_certificates(folder, days))
     return ca, certificate, key

@@ -126,6 +126,7 @@ def test_many_threads_send_while_one_reads(door: Door, certificates: tuple[str, 
     ("there", "here", "said_here", "said_there"),
     [
         ("ours", "theirs", "its certificate is not from the cluster's CA", "does not accept this worker's certificate"),
+        ("old", "olds", "its certificate has expired, by the clock of this machine", "does not accept this worker's"),
         ("ours", "none", "it expects TLS: start this node with", "does not speak TLS"),
         ("none", "ours", "it does not speak TLS, which this worker's certificates ask for", "found something else"),
     ],
@@ -135,6 +136,8 @@ def test_those_that_do_not_fit_are_refused_with_one_reason(
 ) -> None:
     files = {"none": (), "ours": request.getfixturevalue("certificates")}
     files["theirs"] = request.getfixturevalue("other_certificates")
+    files["old"] = request.getfixturevalue("old_certificates")
+    files["olds"] = (files["old"][0], *files["ours"][1:])  # it knows their CA
     door = Door(*files[there])
     with pytest.raises(EngineError, match=f"could not be reached at .* in time: {said_here}"):
         door.enter(*files[here], within_s=1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import ssl
 import time
 from collections.abc import Iterator
@@ -192,6 +193,26 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
             read_token(str(file))
     with pytest.raises(ConfigError, match="no file"):
         read_token(str(tmp_path / "none"))
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
+def test_a_certificate_that_nodes_would_not_accept_is_refused_at_the_start(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    folders = [tmp_path / name for name in ("good", "old", "other")]
+    for folder in folders:
+        folder.mkdir()
+    (ca, cert, key), old, (other_ca, *_) = (
+        make_certificates(folder, days) for folder, days in zip(folders, (2, -1, 2), strict=True)
+    )
+    PeerAccess.of(str(token), str(ca), str(cert), str(key))
+    with pytest.raises(
+        ConfigError, match=r"node\.pem: expected a certificate of .*found another one: certificate has exp"
+    ):
+        PeerAccess.of(str(token), *map(str, old))
+    with pytest.raises(ConfigError, match=r"node\.pem: expected a certificate of .*found another one: "):
+        PeerAccess.of(str(token), str(other_ca), str(cert), str(key))
 
 
 def test_certificates_come_together(tmp_path: Path) -> None:

@@ -114,9 +114,14 @@ def refuse_plain(connection: socket.socket, group: int) -> None:
     raise EngineError(_SPEAKS_NO_TLS)
 
 
+_OUT_OF_TIME = (9, 10)  # OpenSSL's codes: a certificate is not yet valid, or has expired
+
+
 def _words(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OUT_OF_TIME:
+            return f"its {error.verify_message}, by the clock of this machine"
         return f"its certificate is not from the cluster's CA ({error.verify_message})"
     if any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR")):
         return f"it does not accept this worker's certificate ({_plain(reason)})"
