@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flask import g, request
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import ContextLengthError, RequestError, json_excerpt
 
@@ -69,8 +70,8 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     if constraint is not None:
         params = replace(params, structured_outputs=constraint.outputs)
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
-    name = f"cmpl-{os.urandom(16).hex()}"
-    requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True), stream)
+    name = _answer_id("cmpl", body)
+    requests = _requests(prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True), stream)
     requests = _with_adapter(service, model, requests)
     envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked))
     names = _field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
@@ -116,10 +117,10 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     params = _with_form(params, constraint, reasoning, parsed=parser is not None)
     # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
-    name = f"chatcmpl-{os.urandom(16).hex()}"
+    name = _answer_id("chatcmpl", body)
     # The template writes the special tokens itself.
     stream = parameters.flag(body, "stream")
-    requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
+    requests = _requests([prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
     requests = _with_adapter(service, model, requests)
     named = tools.choice == "named"
     # As in vLLM: a model that is not prompted to answer continues the last message.
@@ -262,8 +263,14 @@ def _check_sequences(service: Service, prompts: int, per_prompt: int) -> None:
         raise ApiError(400, text, param="n" if prompts == 1 else "prompt", code="invalid_value")
 
 
+def _answer_id(kind: str, body: Body) -> str:
+    """Return an answer's id. As in vLLM, it has the request's: of X-Request-Id, or else of ``request_id``."""
+    own = body.get("request_id")
+    is_named = "X-Request-Id" not in request.headers and isinstance(own, str) and own
+    return f"{kind}-{own if is_named else g.request_id}"
+
+
 def _requests(
-    name: str,
     prompts: list[completion.Prompt],
     params: SamplingParams,
     per_prompt: int,
@@ -276,6 +283,7 @@ def _requests(
             expected = f"expected at most {_MOST_RESTRICTIONS:,} token ids in all sequences together, found {given:,}"
             raise ApiError(400, f"{field}: {expected}", param=field)
     requests: list[GenerateRequest] = []
+    name = os.urandom(16).hex()  # a client may send two requests with the same id
     for prompt in prompts:
         for number in range(per_prompt):
             # The sequences of one prompt must differ from each other, but be the same for another request of this seed.

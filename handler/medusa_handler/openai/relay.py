@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AHEAD = 64
+_LOAD_FORMAT = "endpoint-load-metrics-format"  # asks vLLM for a header with its load, in the form of Envoy's ORCA
 # Fields with values that our engines refuse and vLLM's server takes: a top_k beyond 32 bits, and the others beside a
 # form of the answer. All else that an engine refuses, vLLM refuses as well, but without the field's name.
 _TAKEN_BY_ENGINES = ("top_k", "min_tokens", "ignore_eos")
@@ -55,7 +56,7 @@ def answer_or_relay(
     That server may take values which ours refuses, such as numbers in text. ``target`` is the path on it; ``body`` is
     that of the current request by default. Raises what both raise.
     """
-    if service.own_routes:
+    if service.own_routes and not (service.can_relay and _LOAD_FORMAT in request.headers):
         try:
             return answer()
         except (ApiError, RequestError) as error:

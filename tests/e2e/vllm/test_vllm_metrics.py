@@ -84,6 +84,13 @@ def test_requests_of_both_routes_are_counted_and_those_under_way(serving: Any) -
     assert value(serving, "request_success_total") == after[1]  # as in vLLM, where a request that left is no success
 
 
+def test_a_gateway_that_asks_for_the_load_gets_it_with_each_answer(serving: Any) -> None:
+    headers = {"endpoint-load-metrics-format": "TEXT", "Content-Type": "application/json"}
+    answer = serving.exchange("POST", "/v1/completions", json.dumps(ASKED), headers, timeout_s=PATIENCE_S)
+    assert answer.status == 200
+    assert "kv_cache_usage_perc" in answer.headers["endpoint-load-metrics"]
+
+
 def test_without_statistics_there_are_none(start: Callable[..., Any], example: Path) -> None:
     serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--", "--disable-log-stats")
     assert serving.request("POST", "/v1/completions", ASKED | {"echo": True}, PATIENCE_S)[0] == 200

@@ -1,4 +1,4 @@
-"""What vLLM's fields change in the chunks and messages of an answer."""
+"""What vLLM's fields and headers change in an answer: its id, its chunks' usage, and whose message it is."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ def test_an_answer_that_is_not_prompted_for_is_the_last_messages(served: Any) ->
         asked = body | {"add_generation_prompt": prompted}
         answer = served.request("POST", "/v1/chat/completions", asked)[1]
         assert answer["choices"][0]["message"]["role"] == role
+
+
+def test_an_answers_id_has_the_requests(served: Any) -> None:
+    asked: dict[str, Any] = {"max_tokens": 1}
+    for path, body, kind in (
+        ("/v1/completions", asked | {"prompt": "a"}, "cmpl"),
+        ("/v1/chat/completions", asked | {"messages": [{"role": "user", "content": "a"}]}, "chatcmpl"),
+    ):
+        header = {"X-Request-Id": "from-header"}
+        found = [
+            served.request("POST", path, body | more, headers)
+            for more, headers in (({}, header), ({"request_id": "own"}, header), ({"request_id": "own"}, {}), ({}, {}))
+        ]
+        ids = [answer["id"] for _, answer, _ in found]
+        assert ids[:3] == [f"{kind}-from-header", f"{kind}-from-header", f"{kind}-own"]
+        assert ids[3] == f"{kind}-{found[3][2]['x-request-id']}"
