@@ -148,10 +148,12 @@ def plan_kv_cache(
         if recorded.needed_bytes <= free_bytes:
             return replace(recorded, source="recorded")
         source = "recomputed"
-        logger.warning(
-            "the recorded KV plan is not used: it needs %d MiB, and %d MiB are free here now; planning for these",
-            recorded.needed_bytes >> 20,
+        logger.info(
+            "the KV cache gets what is free here now, %d MiB: the recorded plan, for %d requests of %d tokens, needs %d MiB",
             max(free_bytes, 0) >> 20,
+            settings.max_concurrency,
+            wanted_len,
+            recorded.needed_bytes >> 20,
         )
     fitting = _within(planned, _room(planned, free_bytes))
     if fitting.tokens < _least(fitting, settings):  # a start must not fail because of a record

@@ -43,8 +43,13 @@ def test_a_record_that_fits_is_taken_as_it_is() -> None:
     assert planned(RECORDED.needed_bytes, RECORDED).source == "recorded"
 
 
-def test_a_record_that_does_not_fit_now_is_calculated_again_by_its_measurement() -> None:
+def test_a_record_that_does_not_fit_now_is_calculated_again_by_its_measurement(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     made = planned(RECORDED.needed_bytes - 1, RECORDED)
+    (said,) = caplog.records  # usual for models of long contexts, and nothing to warn of
+    assert (said.levelname, "the KV cache gets what is free here now" in said.getMessage()) == ("INFO", True)
     assert (made.source, made.activation_bytes, made.blocks) == ("recomputed", 100 << 20, 255)
     assert made.needed_bytes < RECORDED.needed_bytes
 
