@@ -149,7 +149,7 @@ def plan_kv_cache(
             return replace(recorded, source="recorded")
         source = "recomputed"
         logger.info(
-            "the KV cache gets what is free here now, %d MiB: the recorded plan, for %d requests of %d tokens, needs %d MiB",
+            "the KV cache gets what is free here now, %d MiB: the plan, for %d requests of %d tokens, needs %d MiB",
             max(free_bytes, 0) >> 20,
             settings.max_concurrency,
             wanted_len,
