@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus", type=float, metavar="N", help="cores of each node; without, all share the machine's")
     parser.add_argument("--model", type=Path, default=Path("out/llama-57m"), metavar="FOLDER", help="out/llama-57m")
     parser.add_argument("--large-model", type=Path, metavar="FOLDER", help="a second one, for rows that compare sizes")
+    parser.add_argument("--tls", action="store_true", help="chain, origin, hop, forwarding: encrypt the weights")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="samples of each row; 5")
 
 
@@ -66,6 +67,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         link_bytes_per_s=float(arguments.link),
         cpus=arguments.cpus,
         runs=arguments.runs,
+        tls=arguments.tls,
         large_model=arguments.large_model.resolve() if arguments.large_model else None,
     )
 

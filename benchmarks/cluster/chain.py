@@ -33,7 +33,10 @@ def rows(options: Options) -> list[dict[str, Any]]:
     largest = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in models.values())
     touch_memory(options.nodes * largest)
     found = []
-    with Laboratory(options.nodes, link, cpus=options.cpus, origin=models) as lab, weight_nodes(lab) as nodes:
+    with (
+        Laboratory(options.nodes, link, cpus=options.cpus, origin=models) as lab,
+        weight_nodes(lab, tls=options.tls) as nodes,
+    ):
         for name in models:
             suffix = "" if name == "model" else "_large"
             found += _measure(options, lab, nodes, f"{lab.origin_url}/{name}", suffix)

@@ -144,7 +144,7 @@ def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
     rounds: list[dict[str, _Slice]] = [{} for _ in range(options.runs * _ROUNDS)]
     with (
         Laboratory(4, link, cpus=options.cpus, cores={"n1": own}, origin={"model": options.model}) as lab,
-        weight_nodes(lab) as (serving, receiving, other, client),
+        weight_nodes(lab, tls=options.tls) as (serving, receiving, other, client),
     ):
         url = f"{lab.origin_url}/model"
         for node in (serving, other):

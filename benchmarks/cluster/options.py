@@ -12,7 +12,7 @@ class Options:
 
     ``model`` is a checkpoint's folder. A module that compares sizes also takes ``large_model``, if there is one.
     ``link_bytes_per_s`` is the payload that a link carries. ``cpus`` is the number of cores of each node, or None
-    without a limit. ``runs`` is the number of samples of each row.
+    without a limit. ``runs`` is the number of samples of each row. With ``tls``, weights travel encrypted.
     """
 
     model: Path
@@ -21,6 +21,7 @@ class Options:
     link_bytes_per_s: float = 50e6
     cpus: float | None = None
     runs: int = 5
+    tls: bool = False
     large_model: Path | None = None
 
     def wants(self, name: str) -> bool:

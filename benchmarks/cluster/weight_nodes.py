@@ -11,9 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_cluster.node.certificates import write_certificates
+from medusa_cluster.node.settings import TlsFiles
 from medusa_runtime.errors import LabError, from_code
 
 _PORT = 8114
@@ -50,17 +53,23 @@ class ControlConnection:
 class WeightNode:
     """A node that fetches and passes on weights. Other nodes reach its server at ``url``."""
 
-    def __init__(self, lab: Laboratory, name: str, token_file: str) -> None:
+    def __init__(self, lab: Laboratory, name: str, token_file: str, *, tls: bool = False) -> None:
         folder = lab.node_folder(name)
         self.name = name
-        self.url = f"http://{lab.address(name)}:{_PORT}"
+        self.url = f"{'https' if tls else 'http'}://{lab.address(name)}:{_PORT}"
         self._lab = lab
         self._control, agent = str(folder / "control.sock"), str(folder / "node.sock")
         self._log = folder / "log"
         cluster = ["--cluster", self._control, "--cluster-token", token_file]
+        files: dict[str, str] = {}
+        if tls:
+            made = TlsFiles.below(folder)
+            write_certificates(Path(token_file).read_text(), made, lab.address(name))
+            files = {"ca": str(made.authority), "cert": str(made.certificate), "key": str(made.key)}
+            cluster += [word for name, path in files.items() for word in (f"--cluster-{name}", path)]
         self._start(["-m", "medusa_adapters", "node", "--socket", agent, *cluster])
         listen = f"{lab.address(name)}:{_PORT}"
-        self._start(["-m", "benchmarks.cluster.peer_node", agent, self._control, listen, token_file])
+        self._start(["-m", "benchmarks.cluster.peer_node", agent, self._control, listen, token_file, *files.values()])
 
     def _start(self, command: Sequence[str]) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
@@ -101,13 +110,13 @@ class WeightNode:
 
 
 @contextmanager
-def weight_nodes(lab: Laboratory) -> Iterator[list[WeightNode]]:
-    """Start the processes of all nodes. They end with the laboratory."""
+def weight_nodes(lab: Laboratory, *, tls: bool = False) -> Iterator[list[WeightNode]]:
+    """Start the processes of all nodes, which end with the laboratory. ``tls``: what they send is encrypted."""
     token_file = lab.node_folder(SWITCH) / "weights-token"
     token_file.touch(0o600)
     token_file.write_text(secrets.token_hex(32))
     with ExitStack():
-        nodes = [WeightNode(lab, name, str(token_file)) for name in lab.nodes]
+        nodes = [WeightNode(lab, name, str(token_file), tls=tls) for name in lab.nodes]
         for node in nodes:
             node.wait_ready()
         yield nodes

@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECRET",
         help=f"holds, under {raycluster.TOKEN_KEY}, a token that the gateways ask of their clients",
     )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="encrypt what nodes and gateways send each other, by certificates of the token",
+    )
     parser.add_argument("--head-storage", metavar="SIZE", help="a volume for the head's state, e.g. 1Gi")
     add_node_arguments(parser)
     add_apply(parser)
@@ -81,6 +86,11 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
     values.check_range(arguments.nodes, 1, _MOST_NODES, "--nodes")
     values.check_range(most, arguments.nodes, _MOST_NODES, "--max-nodes")
     values.check_range(arguments.gateways, 1, _MOST_GATEWAYS, "--gateways")
+    if arguments.tls and most > arguments.nodes:
+        raise ConfigError(
+            f"--tls with --max-nodes={most} cannot be used, since KubeRay's autoscaler has no certificate: expected no "
+            f"more than --nodes={arguments.nodes}"
+        )
     placed = parse_placement(argparse.Namespace(**(vars(arguments) | _PLACEMENT_DEFAULTS)))
     if placed.runtime_class:
         values.subdomain(placed.runtime_class, "--runtime-class")
@@ -101,6 +111,7 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
         token_secret=values.subdomain(given, "--token-secret") if given else f"{arguments.name}-token",
         token=None if given else secrets.token_hex(32),
         head_storage=values.quantity(arguments.head_storage, "--head-storage") if arguments.head_storage else None,
+        tls=arguments.tls,
         client_token_secret=values.subdomain(client, "--client-token-secret") if client else None,
         flags=_flags(arguments),
         env=env,
@@ -146,6 +157,6 @@ def _comments(cluster: RayCluster) -> list[str]:
         )
     lines.append(
         f"Then: kubectl exec -n {namespace} deploy/{cluster.gateway} -- medusa cluster deploy NAME --model URL "
-        f"--address {cluster.head} --token-file {raycluster.TOKEN_FILE}"
+        f"--address {cluster.head} --token-file {raycluster.TOKEN_FILE}" + (" --tls" if cluster.tls else "")
     )
     return lines

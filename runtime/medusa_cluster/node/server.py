@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,7 @@ from aiohttp import web
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.node.watchdog import Watchdog
 from medusa_runtime.process import adopt_orphans
+from medusa_runtime.storage.peer_access import read_token
 
 from ..json_lines import JsonLinesServer
 from ..transport.agent_regions import AgentRegions
@@ -34,7 +36,7 @@ from .processes.keeper import KeeperWatch
 from .processes.ping_watchdog import PingWatchdog
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED_LINE, forget_address, ray_command, ray_environment
-from .settings import NodeServerSettings, make_token
+from .settings import NodeServerSettings, TlsFiles, make_token
 from .timeline_reader import TimelineReader
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class NodeServer:
         with _lock(settings):
             if settings.is_head and not settings.token_file.exists():
                 make_token(settings.token_file)
+            _renew_certificates(settings)
             access = settings.access()
             for folder in (settings.log_folder, settings.folder / "ray", settings.folder / "gcs"):
                 folder.mkdir(exist_ok=True, mode=0o700)
@@ -137,8 +140,11 @@ class NodeServer:
         if settings.is_head:
             watch = PingWatchdog("the controller", settings.controller_socket, _HUNG_S)
             self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
-            self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
+            encrypted = " --tls" if settings.makes_certificates else ""
+            self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE{encrypted}")
             self._show(f"(FILE: a copy of {settings.token_file})")
+            if settings.tls is None:
+                self._show("nothing that nodes send is encrypted, the token included; with --tls on every node, it is")
 
     async def _status(self, _: web.Request) -> web.Response:
         """Answer the controller, for which the answer is also the node's heartbeat."""
@@ -264,6 +270,16 @@ def _lock(settings: NodeServerSettings) -> _Lock:
     file.write(str(os.getpid()))
     file.flush()
     return _Lock(file)
+
+
+def _renew_certificates(settings: NodeServerSettings) -> None:
+    """Make this start's certificates from the token, or remove an earlier start's, which commands would use."""
+    if settings.makes_certificates and settings.tls is not None:
+        from .certificates import write_certificates  # with a package that others need not have
+
+        write_certificates(read_token(str(settings.token_file)), settings.tls, settings.host)
+    else:
+        shutil.rmtree(TlsFiles.below(settings.folder).key.parent, ignore_errors=True)
 
 
 def serve(settings: NodeServerSettings, show: Callable[[str], None], keeper: KeeperWatch) -> int:

@@ -8,6 +8,7 @@ import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
@@ -23,13 +24,17 @@ _LONGEST_FOLDER = 34
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
+class TlsFiles(NamedTuple):
     """PEM files: this node's certificate and key, and the authority that signed all nodes' certificates."""
 
     certificate: Path
     key: Path
     authority: Path
+
+    @classmethod
+    def below(cls, folder: Path) -> TlsFiles:
+        """Return where a node has the files that it makes from the cluster's token, in its own folder."""
+        return cls(*(folder / "tls" / name for name in ("node.pem", "node.key", "ca.pem")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class NodeServerSettings:
     gpu_bytes_per_s: float | None = None
     device_kind: str = ""
     tls: TlsFiles | None = None
+    makes_certificates: bool = False  # from the token, at its start, as the files in ``tls``
     log_level: str = "info"
 
     @property

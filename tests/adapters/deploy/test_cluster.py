@@ -105,6 +105,18 @@ def test_the_node_server_is_what_runs_and_its_agent_is_where_functions_look() ->
     assert {"--dir=/run/medusa", "--memory-budget=20GB", "--prewarm=torch=2", "--link=10gbit"} <= set(worker)
 
 
+def test_with_tls_nodes_and_gateways_make_certificates_and_the_kubelet_needs_none() -> None:
+    text, documents = rendered(*BASE, "--tls")
+    found = by_kind(documents)
+    (cluster,), (gateways,) = found["RayCluster"], found["Deployment"]
+    assert "--token-file /var/run/secrets/medusa/token --tls\n" in text
+    assert "--tls" in gateways["spec"]["template"]["spec"]["containers"][0]["command"]
+    for template in templates(cluster):
+        (container,) = template["spec"]["containers"]
+        assert "--tls" in container["command"]
+        assert all(container[probe]["tcpSocket"] == {"port": 8114} for probe in ("readinessProbe", "livenessProbe"))
+
+
 @pytest.mark.parametrize("platform", ["knative", "kubernetes"])
 def test_functions_use_the_agents_of_the_cluster(platform: str) -> None:
     function = ("f", "--image=f:1", "--model=s3://b/m", "--node-agent-of-cluster")
@@ -172,6 +184,7 @@ esac
         (["--nodes=0"], "--nodes=0"),
         (["--nodes=5", "--max-nodes=4"], "--max-nodes=4"),
         (["--gateways=0"], "--gateways=0"),
+        (["--tls", "--max-nodes=4"], "--tls with --max-nodes=4"),
         (["--memory=much"], "--memory='much'"),
         (["--memory-budget=much"], "--memory-budget"),
         (["--prewarm=tgi=1"], "--prewarm"),

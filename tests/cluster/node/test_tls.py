@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -10,11 +13,7 @@ import pytest
 from cluster_nodes import MEDUSA, MODEL, ClusterNode, environment
 from waiting import until
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def _certificates(folder: Path) -> list[str]:
@@ -34,6 +33,7 @@ def _certificates(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
 def test_a_node_with_certificates_serves_those_who_have_one(tmp_path: Path) -> None:
     flags = _certificates(tmp_path)
     node = ClusterNode("head", 0, flags=flags)
@@ -51,3 +51,45 @@ def test_a_node_with_certificates_serves_those_who_have_one(tmp_path: Path) -> N
         assert node.end() == 0
     finally:
         node.close()
+
+
+def test_nodes_make_certificates_from_the_token(tmp_path: Path) -> None:
+    head = ClusterNode("head", 0, flags=["--tls"])
+    second = ClusterNode("second", 1, head, flags=["--tls"])
+    try:
+        for node in (head, second):
+            node.wait_ready()
+        assert f"medusa cluster start --address {head.address} --token-file FILE --tls\n" in head.output()
+        command = [MEDUSA, "cluster", "status", "--address", second.address, "--token-file", head.token_file]
+        asked = _run(*command, "--tls")
+        assert "2 nodes\n" in asked.stdout, asked.stderr
+        assert _run(*command).returncode == 1
+        token = tmp_path / "token"
+        token.touch(0o600)
+        token.write_text(head.token_file.read_text()[::-1])
+        assert _run(*command[:-1], token, "--tls").returncode == 1
+        # A model's weights travel from the head, and the second node serves them.
+        assert head.medusa("deploy", "tiny", "--model", str(MODEL), "--min", "2", "--max", "2").returncode == 0
+        until(lambda: "tiny: 2 of 2 to 2 instances" in head.medusa("status").stdout, head.output)
+        for port in (head.ray_port, head.port):
+            assert _stranger(head.host, port) == b""
+        assert [node.end() for node in (second, head)] == [0, 0]
+    finally:
+        second.close()
+        head.close()
+
+
+def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def _stranger(host: str, port: int) -> bytes:
+    """What a port says to one who speaks TLS without a certificate, and begins as Ray's clients do (HTTP/2)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    plain = socket.create_connection((host, port), timeout=60)
+    with contextlib.suppress(OSError), plain, context.wrap_socket(plain) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        return connection.recv(100)
+    return b""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ClusterError, NoControllerError, UnauthorizedError, from_code
 
-from .start import head_address, tls_files
+from .start import add_tls, head_address, require_extra, tls_files
 
 if TYPE_CHECKING:
+    from medusa_cluster.node.settings import TlsFiles
     from medusa_runtime.storage.peer_access import PeerAccess
 
 DIR_VARIABLE = "MEDUSA_CLUSTER_DIR"
@@ -37,8 +38,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         help=f"folder of this machine's node server [{DIR_VARIABLE}]",
     )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="with --address: the cluster's token")
-    for name, text in (("cert", "our certificate"), ("key", "its key"), ("ca", "who signed the nodes' own")):
-        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"with --address: {text}; PEM")
+    add_tls(parser, "with --address: our certificate", "who signed the nodes' own", "with --address: nodes have --tls")
 
 
 def ask(arguments: argparse.Namespace, operation: str, given: dict[str, Any]) -> Any:
@@ -49,12 +49,31 @@ def ask(arguments: argparse.Namespace, operation: str, given: dict[str, Any]) ->
 
 
 def access(arguments: argparse.Namespace) -> PeerAccess:
-    """Return the token and the certificates that the flags of ``add_connection`` name. Raises ConfigError."""
+    """Return the token and the certificates that the flags of ``add_connection`` name.
+
+    A node on this machine that has made certificates has them for commands, too. Raises ConfigError or
+    MissingPackageError.
+    """
     from medusa_runtime.storage.peer_access import PeerAccess
 
-    tls = tls_files(arguments)
-    files = () if tls is None else (str(tls.authority), str(tls.certificate), str(tls.key))
-    return PeerAccess.of(str((arguments.token_file or _folder(arguments) / "token").absolute()), *files)
+    token_file = str((arguments.token_file or _folder(arguments) / "token").absolute())
+    tls = tls_files(arguments) or _made_certificates(arguments, token_file)
+    return PeerAccess.of(token_file, *(() if tls is None else map(str, (tls.authority, tls.certificate, tls.key))))
+
+
+def _made_certificates(arguments: argparse.Namespace, token_file: str) -> TlsFiles | None:
+    from medusa_cluster.node.settings import TlsFiles
+    from medusa_runtime.storage.peer_access import read_token
+
+    own = TlsFiles.below(_folder(arguments))
+    if arguments.address is None and own.key.exists():
+        return own
+    if not arguments.tls:
+        return None
+    require_extra(["cryptography"])
+    from medusa_cluster.node.certificates import held_certificates
+
+    return held_certificates(read_token(token_file))
 
 
 def _folder(arguments: argparse.Namespace) -> Path:

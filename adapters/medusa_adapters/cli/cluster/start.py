@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
-    for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
-        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}; PEM")
+    add_tls(parser, "this node's certificate", "who signed all nodes' own", "encrypt all traffic; every node needs it")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,6 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(settings, lambda line: print(line, flush=True), kept)
 
 
+def add_tls(parser: argparse.ArgumentParser, certificate: str, authority: str, derived: str) -> None:
+    """Add the flags that ``tls_files`` reads. The texts say whose they are, and what ``--tls`` is for."""
+    parser.add_argument("--tls", action="store_true", help=f"{derived}; certificates come from the token")
+    for name, text in (("cert", certificate), ("key", "its key"), ("ca", authority)):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}; PEM")
+
+
 def require_extra(packages: Sequence[str] = _NEEDED) -> None:
     """Raise MissingPackageError if one of these packages of the extra `cluster` is missing."""
     for package in packages:
@@ -90,6 +96,9 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
     folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
     head = None if arguments.head else head_address(arguments.address)
     tls = tls_files(arguments)
+    if arguments.tls:
+        require_extra(["cryptography"])
+        tls = node.TlsFiles.below(folder)
     host = _host(arguments.host or _reached_from(None if head is None else head[0]))
     return node.NodeServerSettings(
         name=node.check_name(arguments.name or socket.gethostname()),
@@ -109,6 +118,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
         tls=tls,
+        makes_certificates=arguments.tls,
     )
 
 
@@ -135,13 +145,16 @@ def _port(flag: str, given: int | None, default: int, count: int) -> int:
 
 
 def tls_files(arguments: argparse.Namespace) -> TlsFiles | None:
+    """Return the certificates that were given. Raises ConfigError, also if ``--tls`` is to make them."""
     from medusa_cluster.node.settings import TlsFiles
 
     given = (arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
     if not any(given):
         return None
+    if arguments.tls:
+        raise ConfigError("expected --tls, which makes certificates, or --tls-cert, --tls-key and --tls-ca, found both")
     if not all(given):
-        raise ConfigError("expected --tls-cert, --tls-key and --tls-ca together")
+        raise ConfigError("expected --tls-cert, --tls-key and --tls-ca together; --tls alone makes certificates")
     for path in given:
         if not path.is_file():
             raise ConfigError(f"expected a PEM file, found none at {path}")

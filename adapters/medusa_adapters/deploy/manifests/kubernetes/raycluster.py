@@ -48,6 +48,7 @@ class RayCluster:
     token: str | None = None
     head_storage: str | None = None
     client_token_secret: str | None = None
+    tls: bool = False  # with certificates that nodes and gateways make from the token
     flags: Sequence[str] = ()  # of `medusa cluster start`
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -108,8 +109,10 @@ def _template(cluster: RayCluster, *, head: bool) -> dict[str, Any]:
     if head and cluster.autoscales:
         role += ["--external-autoscaler", f"--least-nodes={cluster.nodes}"]
     command = ["medusa", "cluster", "start", *role, "--name=$(POD_NAME)", "--host=$(POD_IP)"]
-    command += [f"--dir={node_agent.FOLDER}", f"--token-file={TOKEN_FILE}", *cluster.flags]
-    health = {"httpGet": {"path": "/healthz", "port": DATA_PORT}, "timeoutSeconds": 5}
+    command += [f"--dir={node_agent.FOLDER}", f"--token-file={TOKEN_FILE}", *_tls(cluster), *cluster.flags]
+    # The kubelet has no certificate. A node server that hangs is ended by its parent in any case.
+    asked = {"tcpSocket": {"port": DATA_PORT}} if cluster.tls else {"httpGet": {"path": "/healthz", "port": DATA_PORT}}
+    health = {**asked, "timeoutSeconds": 5}
     container: dict[str, Any] = {
         "name": "node",
         "image": cluster.image,
@@ -176,6 +179,7 @@ def _services(cluster: RayCluster) -> list[dict[str, Any]]:
 
 def _gateways(cluster: RayCluster) -> dict[str, Any]:
     command = ["medusa", "cluster", "gateway", f"--address={cluster.head}:{DATA_PORT}", f"--token-file={TOKEN_FILE}"]
+    command += _tls(cluster)
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True}]
     volumes = [{"name": "tmp", "emptyDir": {}}, _token_volume(cluster.token_secret, "token")]
     if cluster.client_token_secret is not None:
@@ -239,6 +243,10 @@ def _pod(cluster: RayCluster, container: Mapping[str, Any], *, account: bool) ->
     if placement.runtime_class:
         pod["runtimeClassName"] = placement.runtime_class
     return pod
+
+
+def _tls(cluster: RayCluster) -> list[str]:
+    return ["--tls"] if cluster.tls else []
 
 
 def _metadata(cluster: RayCluster, name: str) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""Certificates from the cluster's token: nodes with the same one accept each other, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from medusa_cluster.node.certificates import held_certificates, write_certificates
+from medusa_cluster.node.settings import TlsFiles
+from medusa_runtime.storage.peer_access import PeerAccess
+
+TOKEN = "0123456789abcdef"
+
+
+def access(folder: Path, token: str, host: str) -> PeerAccess:
+    """What a node has that makes its certificates in ``folder``."""
+    folder.mkdir()
+    path = folder / "token"
+    path.touch(0o600)
+    path.write_text(token)
+    files = TlsFiles.below(folder)
+    write_certificates(token, files, host)
+    return PeerAccess.of(str(path), str(files.authority), str(files.certificate), str(files.key))
+
+
+def exchanged(server: PeerAccess, client: PeerAccess) -> bytes:
+    """What a client gets from a server that sends ``yes`` to whoever it accepts. Raises ssl.SSLError."""
+    ours, theirs = socket.socketpair()
+    listening, connecting = server.server_context(), client.client_context()
+    assert listening
+    assert connecting
+
+    def serve() -> None:
+        with theirs:
+            try:
+                with listening.wrap_socket(theirs, server_side=True) as connection:
+                    connection.sendall(b"yes")
+            except (ssl.SSLError, ConnectionError):
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with ours, connecting.wrap_socket(ours) as connection:
+            return connection.recv(10)
+    finally:
+        thread.join()
+
+
+def test_nodes_with_one_token_accept_each_other(tmp_path: Path) -> None:
+    first, second = (access(tmp_path / name, TOKEN, name) for name in ("a.example", "10.1.2.3"))
+    assert exchanged(first, second) == b"yes"
+    assert exchanged(second, first) == b"yes"
+    command = PeerAccess(TOKEN, *(str(held_certificates(TOKEN)[number]) for number in (2, 0, 1)))
+    assert exchanged(first, command) == b"yes"
+
+
+def test_another_token_is_accepted_by_neither_side(tmp_path: Path) -> None:
+    node, stranger = access(tmp_path / "a", TOKEN, "10.0.0.1"), access(tmp_path / "b", TOKEN[::-1], "10.0.0.1")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        exchanged(stranger, node)
+    # The authority that the stranger expects is one's own to choose: here the node's.
+    mixed = replace(stranger, ca_file=node.ca_file)
+    received = b""
+    with contextlib.suppress(ssl.SSLError, ConnectionError):  # or the end of the connection
+        received = exchanged(node, mixed)
+    assert received == b""
+
+
+def test_a_node_has_a_key_of_its_own_that_nobody_else_can_read(tmp_path: Path) -> None:
+    keys = []
+    for name in ("a", "b"):
+        access(tmp_path / name, TOKEN, "10.0.0.1")
+        files = TlsFiles.below(tmp_path / name)
+        assert [stat.S_IMODE(os.stat(path).st_mode) for path in (*files, files.key.parent)] == [0o600] * 3 + [0o700]
+        assert sorted(os.listdir(files.key.parent)) == sorted(path.name for path in files)
+        keys.append(files.key.read_bytes())
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
+@pytest.mark.parametrize("host", ["10.1.2.3", "fd00::7", "node.example"])
+def test_openssl_finds_nothing_wrong(tmp_path: Path, host: str) -> None:
+    """By the strict rules, as Ray's library and newer Pythons may, with the names that those look for."""
+    access(tmp_path / "a", TOKEN, host)
+    access(tmp_path / "b", TOKEN, "other")
+    certificate, authority = TlsFiles.below(tmp_path / "a").certificate, TlsFiles.below(tmp_path / "b").authority
+    named = "-verify_hostname" if host == "node.example" else "-verify_ip"
+    for purpose in ("sslserver", "sslclient"):
+        command = [
+            "openssl",
+            "verify",
+            "-x509_strict",
+            "-purpose",
+            purpose,
+            "-CAfile",
+            authority,
+            named,
+            host,
+            certificate,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
