@@ -6,9 +6,9 @@ import asyncio
 import json
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from medusa_runtime.errors import ClusterError, MedusaError, NoControllerError, UnauthorizedError
-from medusa_runtime.storage.peer_access import PeerAccess
+from medusa_runtime.storage.peer_access import PeerAccess, call_failure
 
 from ..json_lines import call, result_of
 from .settings import NodeServerSettings
@@ -44,10 +44,12 @@ class ControllerClient:
         """
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._access.token}"}
-            self._session = ClientSession(timeout=ClientTimeout(total=_ANSWERS_WITHIN_S), headers=headers)
+            connector = TCPConnector(ssl=self._access.client_context() or True)
+            timeout = ClientTimeout(total=_ANSWERS_WITHIN_S)
+            self._session = ClientSession(timeout=timeout, headers=headers, connector=connector)
         url = f"{head_url}/cluster/{operation}"
         try:
-            async with self._session.post(url, json=arguments, ssl=self._access.client_context() or True) as answer:
+            async with self._session.post(url, json=arguments) as answer:
                 if answer.status == 401:
                     raise UnauthorizedError(f"{head_url} refused the token; expected the one in the head's token file")
                 return result_of(await answer.json(content_type=None))
@@ -56,7 +58,7 @@ class ControllerClient:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ClusterError(f"{head_url} is no node server: expected JSON from /cluster/{operation}") from None
         except (ClientError, OSError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason = call_failure(error, tls=self._access.tls)
             raise NoControllerError(f"the head's node server at {head_url} cannot be reached: {reason}") from None
 
     async def close(self) -> None:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import ssl
 
 _LEAST_CHARACTERS, _MOST_BYTES = 16, 4096
+# The reasons by which versions of OpenSSL report bytes that are no TLS, in a handshake.
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+_OUT_OF_TIME = (9, 10)  # OpenSSL's codes: a certificate is not yet valid, or has expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,4 +134,36 @@ def read_token(path: str) -> str:
     return token
 
 
-__all__ = ["PeerAccess", "read_token"]
+def tls_refusal(error: ssl.SSLError, who: str = "node") -> str:
+    """Return why a TLS session failed, for the end of a sentence about the other side. ``who`` is this side."""
+    import ssl
+
+    reason = error.reason or str(error)
+    words = reason.lower().replace("_", " ")
+    if reason in _NOT_TLS:
+        return f"it does not speak TLS, which this {who}'s certificates ask for"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OUT_OF_TIME:
+            return f"its {error.verify_message}, by the clock of this machine"
+        return f"its certificate is not from the cluster's CA ({error.verify_message})"
+    if any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR")):
+        return f"it does not accept this {who}'s certificate ({words})"
+    return f"TLS failed ({words})"
+
+
+def call_failure(error: Exception, *, tls: bool) -> str:
+    """Return why a call to a node server failed, for the end of a sentence. ``tls``: it was made over TLS.
+
+    aiohttp has Python's error in an attribute.
+    """
+    import ssl
+
+    found = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    if isinstance(found, ssl.SSLError):
+        return f"{tls_refusal(found)}; expected one token, and --tls on every node or on none"
+    if not tls and (isinstance(found, ConnectionResetError) or "disconnected" in str(found)):
+        return "it closed the connection; if it was started with --tls, this needs --tls, too"
+    return str(error) or type(error).__name__
+
+
+__all__ = ["PeerAccess", "call_failure", "read_token", "tls_refusal"]

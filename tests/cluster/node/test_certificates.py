@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -14,8 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from medusa_adapters.cli.cluster import connection
 from medusa_cluster.node.certificates import held_certificates, write_certificates
-from medusa_cluster.node.settings import TlsFiles
+from medusa_cluster.node.controller_client import ControllerClient
+from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
+from medusa_runtime.errors import ClusterError, NoControllerError
 from medusa_runtime.storage.peer_access import PeerAccess
 
 TOKEN = "0123456789abcdef"
@@ -110,3 +116,46 @@ def test_openssl_finds_nothing_wrong(tmp_path: Path, host: str) -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (TOKEN, None, "it closed the connection; if it was started with --tls, this needs --tls, too"),
+        (
+            None,
+            TOKEN,
+            "it does not speak TLS, which this node's certificates ask for; expected one token, and --tls on",
+        ),
+        (TOKEN, TOKEN[::-1], "its certificate is not from the cluster's CA"),
+    ],
+)
+def test_a_node_is_told_why_the_head_does_not_answer(
+    tmp_path: Path, theirs: str | None, ours: str | None, said: str
+) -> None:
+    """Those who join, and commands: a token stands for ``--tls`` with it, None for plain HTTP."""
+
+    def of(name: str, token: str | None) -> PeerAccess:
+        found = access(tmp_path / name, token or TOKEN, "127.0.0.1")
+        return found if token else PeerAccess(TOKEN)
+
+    server, client = of("a", theirs), of("b", ours)
+    scheme = "https" if client.tls else "http"
+
+    async def asked() -> None:
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server.server_context()).start()
+        host, port = runner.addresses[0][:2]
+        settings = NodeServerSettings("n", tmp_path, "127.0.0.1", tmp_path / "token", f"{scheme}://{host}:{port}")
+        joining = ControllerClient(settings, client)
+        try:
+            with pytest.raises(NoControllerError, match=re.escape(said)):
+                await joining.call("join", {})
+            with pytest.raises(ClusterError, match=re.escape(said)):
+                await asyncio.to_thread(connection._ask_network, (host, port), client, "status", {})
+        finally:
+            await joining.close()
+            await runner.cleanup()
+
+    asyncio.run(asked())

@@ -104,6 +104,8 @@ def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
 
 
 def _ask_network(address: tuple[str, int], peer_access: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
+    from medusa_runtime.storage.peer_access import call_failure
+
     host, port = address
     connection: http.client.HTTPConnection
     context = peer_access.client_context()
@@ -117,7 +119,8 @@ def _ask_network(address: tuple[str, int], peer_access: PeerAccess, operation: s
         response = connection.getresponse()
         answer = response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise ClusterError(f"the node server at {host}:{port} cannot be reached: {error}") from None
+        reason = call_failure(error, tls=peer_access.tls)
+        raise ClusterError(f"the node server at {host}:{port} cannot be reached: {reason}") from None
     finally:
         connection.close()
     if response.status == 401:

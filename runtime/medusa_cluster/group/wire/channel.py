@@ -407,7 +407,7 @@ def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values:
             raise EngineError(channel.refusal)
         raise ConnectionResetError("it has closed the connection")
     if challenge.kind is Kind.ERROR:  # do not show its text, which is from a stranger
-        raise EngineError("it expects TLS: start this node with --tls-cert, --tls-key and --tls-ca, too")
+        raise EngineError("it expects TLS: start this node with --tls, or certificates, too")
     greeting = make_greeting(token, challenge, group, rank, values)
     channel.send_handshake(greeting)
     if not is_answer(token, challenge, greeting, channel.receive_handshake(within)):

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import wait_readable
+from medusa_runtime.storage.peer_access import tls_refusal
 
 from .message import Kind, Message
 
@@ -21,8 +22,7 @@ _RECEIVED_BYTES = 256 << 10
 _SEALED_BYTES = 256 << 10  # how much is encrypted before a reader can get the lock
 _HELLO_S = 1.0  # for the first byte from a client, which speaks first in TLS
 _HANDSHAKE_RECORD = b"\x16"
-# The reasons by which versions of OpenSSL report bytes that are no TLS, in a handshake.
-_NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+_WHO = "worker"
 _SPEAKS_NO_TLS = "it does not speak TLS, which this worker's certificates ask for"
 
 
@@ -44,8 +44,7 @@ class Encryption:
                     raise EngineError("it closed the connection within the TLS handshake")
                 self._incoming.write(received)
         except ssl.SSLError as error:
-            not_tls = error.reason in _NOT_TLS
-            raise EngineError(_SPEAKS_NO_TLS if not_tls else _words(error)) from None
+            raise EngineError(tls_refusal(error, _WHO)) from None
 
     def _agreed(self) -> bool:
         try:
@@ -68,7 +67,9 @@ class Encryption:
                         at += self._session.write(piece[at : at + _SEALED_BYTES])
                         sealed.append(memoryview(self._outgoing.read()))
         except ssl.SSLError as error:
-            raise EngineError(f"the connection to another worker of the group broke: {_words(error)}") from None
+            raise EngineError(
+                f"the connection to another worker of the group broke: {tls_refusal(error, _WHO)}"
+            ) from None
         return sealed
 
     def receive_into(self, view: memoryview) -> int:
@@ -96,7 +97,7 @@ class Encryption:
             pass
         except ssl.SSLError as error:
             if not filled:  # else the next call gets the error again
-                self.refusal = _words(error)
+                self.refusal = tls_refusal(error, _WHO)
                 raise
         return filled
 
@@ -112,24 +113,6 @@ def refuse_plain(connection: socket.socket, group: int) -> None:
     with suppress(OSError):
         connection.send(message.header(), socket.MSG_DONTWAIT)
     raise EngineError(_SPEAKS_NO_TLS)
-
-
-_OUT_OF_TIME = (9, 10)  # OpenSSL's codes: a certificate is not yet valid, or has expired
-
-
-def _words(error: ssl.SSLError) -> str:
-    reason = error.reason or str(error)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code in _OUT_OF_TIME:
-            return f"its {error.verify_message}, by the clock of this machine"
-        return f"its certificate is not from the cluster's CA ({error.verify_message})"
-    if any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR")):
-        return f"it does not accept this worker's certificate ({_plain(reason)})"
-    return f"TLS failed ({_plain(reason)})"
-
-
-def _plain(reason: str) -> str:
-    return reason.lower().replace("_", " ")
 
 
 __all__ = ["Encryption", "refuse_plain"]
