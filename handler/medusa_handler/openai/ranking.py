@@ -53,7 +53,7 @@ def score(service: Service, body: Body, model: str, is_disconnected: Callable[[]
     queries, documents = _texts(body, first), _texts(body, second)
     if len(queries) not in (1, len(documents)):
         raise invalid(first, f"one text, or as many as {second} has ({len(documents)})", len(queries))
-    scores, found = _fits(service, body, queries, documents, is_disconnected)
+    scores, found = _fits(service, body, queries, documents, is_disconnected, field=second)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return _listed("score", model, data, found)
 
@@ -67,7 +67,7 @@ def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[
         raise invalid("documents", "a list of texts, none of them empty", body["documents"])
     documents = _texts(body, "documents")
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
-    scores, found = _fits(service, body, [query], documents, is_disconnected)
+    scores, found = _fits(service, body, [query], documents, is_disconnected, field="documents")
     results = [
         {"index": number, "document": {"text": documents[number]}, "relevance_score": scores[number]}
         for number in sorted(range(len(documents)), key=lambda number: -scores[number])[:top]
@@ -99,16 +99,25 @@ def _texts(body: Body, name: str) -> list[str]:
 
 
 def _fits(
-    service: Service, body: Body, queries: list[str], documents: list[str], is_disconnected: Callable[[], bool]
+    service: Service,
+    body: Body,
+    queries: list[str],
+    documents: list[str],
+    is_disconnected: Callable[[], bool],
+    *,
+    field: str,
 ) -> tuple[list[float], list[Embedding]]:
-    """Return how well each document fits its query, or the only one, and what the engine has found for that."""
+    """Return how well each document fits its query, or the only one, and what the engine has found for that.
+
+    ``field`` is the body's that has the documents.
+    """
     info = service.model.wait_info(is_disconnected)
     classifies = info.architecture == "classifier"
     all_queries = queries * (len(documents) // len(queries))
     most = max(_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len * len(documents))
     if classifies and (count := sum(map(len, (*all_queries, *documents)))) > most:
         expected = f"at most {most} characters, counting a query for each of its documents"
-        raise invalid("documents", expected, count)
+        raise invalid(field, expected, count)
     asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
     found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
     if not classifies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from medusa_runtime.checkpoint.order import layers_first
@@ -43,6 +44,10 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        if model_config.model != self._attached.model and Path(model_config.model).is_dir():  # a draft of its own
+            with self._attached.timeline.stage("apply", model="draft"):
+                _files_loader(self.load_config).load_weights(model, model_config)
+            return
         with (
             self._attached.timeline.stage("apply") as detail,
             share_weights(model),
@@ -77,3 +82,8 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         ]
         for name, tensor in self._arriving(names):
             yield source.prefix + name, tensor
+
+
+def _files_loader(load_config: Any) -> Any:
+    """Return vLLM's loader for files on this machine."""
+    return DefaultModelLoader(replace(load_config, load_format="auto", model_loader_extra_config={}))

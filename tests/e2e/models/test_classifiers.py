@@ -120,6 +120,8 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     status, refused = post("/rerank", long)
     assert (status, "at most 16777216 characters, counting a query for each" in str(refused)) == (400, True), refused
     assert post("/rerank", long | {"documents": ["a"]})[0] == 200
+    status, refused = post("/score", {"text_1": long["query"], "text_2": long["documents"]})
+    assert (status, refused["error"]["param"]) == (400, "text_2")
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
     assert {"/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
     assert not {"/v1/completions", "/v1/embeddings"} & set(described)

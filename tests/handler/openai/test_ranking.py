@@ -24,7 +24,7 @@ def test_vectors_are_numbers_one_at_a_time(monkeypatch: pytest.MonkeyPatch, quer
     service: Any = SimpleNamespace(model=SimpleNamespace(wait_info=lambda is_disconnected: info))
     tracemalloc.start()
     try:
-        scores, vectors = ranking._fits(service, {}, ["a"] * queries, ["b"] * 256, lambda: False)
+        scores, vectors = ranking._fits(service, {}, ["a"] * queries, ["b"] * 256, lambda: False, field="documents")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
