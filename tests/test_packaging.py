@@ -245,6 +245,7 @@ def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) 
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "hatch_build.py", "runtime/medusa_runtime/kernels/linear.c", "tests/test_packaging.py"} <= names
+    assert {"CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml", ".dockerignore"} <= names  # README.md and make name them
     for system, tag in (
         ("manylinux_2_27_x86_64", "-py3-none-manylinux_2_27_x86_64."),
         ("manylinux_2_27_aarch64", f"-py3-none-{'manylinux_2_27_aarch64' if CROSS_COMPILER else 'any'}."),
