@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import ssl
 import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_nodes import MEDUSA, MODEL, ClusterNode, environment
@@ -55,28 +59,57 @@ def test_a_node_with_certificates_serves_those_who_have_one(tmp_path: Path) -> N
 
 def test_nodes_make_certificates_from_the_token(tmp_path: Path) -> None:
     head = ClusterNode("head", 0, flags=["--tls"])
-    second = ClusterNode("second", 1, head, flags=["--tls"])
+    nodes = [head]
     try:
-        for node in (head, second):
-            node.wait_ready()
+        head.wait_ready()  # and has made the token
+        nodes.insert(0, second := ClusterNode("second", 1, head, flags=["--tls"]).wait_ready())
         assert f"medusa cluster start --address {head.address} --token-file FILE --tls\n" in head.output()
         command = [MEDUSA, "cluster", "status", "--address", second.address, "--token-file", head.token_file]
         asked = _run(*command, "--tls")
         assert "2 nodes\n" in asked.stdout, asked.stderr
         assert _run(*command).returncode == 1
-        token = tmp_path / "token"
-        token.touch(0o600)
-        token.write_text(head.token_file.read_text()[::-1])
-        assert _run(*command[:-1], token, "--tls").returncode == 1
+        token_file, wrong = (_token_file(tmp_path / name) for name in ("token", "wrong"))
+        token_file.write_text(head.token_file.read_text())
+        wrong.write_text(head.token_file.read_text()[::-1])
+        assert _run(*command[:-1], wrong, "--tls").returncode == 1
         # A model's weights travel from the head, and the second node serves them.
         assert head.medusa("deploy", "tiny", "--model", str(MODEL), "--min", "2", "--max", "2").returncode == 0
         until(lambda: "tiny: 2 of 2 to 2 instances" in head.medusa("status").stdout, head.output)
         for port in (head.ray_port, head.port):
             assert _stranger(head.host, port) == b""
-        assert [node.end() for node in (second, head)] == [0, 0]
+        # On a node's machine, a gateway finds the node's certificates; elsewhere it makes its own.
+        for where in (["--dir", head.folder], ["--address", second.address, "--token-file", token_file, "--tls"]):
+            assert _answer_of_a_gateway(*where)["choices"][0]["text"]
+        assert [node.end() for node in nodes] == [0, 0]
     finally:
-        second.close()
-        head.close()
+        for node in nodes:
+            node.close()
+
+
+def _token_file(path: Path) -> Path:
+    path.touch(0o600)
+    return path
+
+
+def _answer_of_a_gateway(*where: str | Path) -> Any:
+    command = [MEDUSA, "cluster", "gateway", "--host", "127.0.0.1", "--port", "0", *where]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as gateway:
+        try:
+            assert gateway.stdout
+            url = gateway.stdout.readline().split()[-1]
+            until(lambda: _is_ready(url))
+            body = json.dumps({"model": "tiny", "prompt": "This function", "max_tokens": 4, "temperature": 0})
+            asked = urllib.request.Request(f"{url}/v1/completions", body.encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked, timeout=120) as answer:
+                return json.load(answer)
+        finally:
+            gateway.terminate()
+
+
+def _is_ready(url: str) -> bool:
+    with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/readyz", timeout=60):
+        return True
+    return False
 
 
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
