@@ -90,7 +90,7 @@ def fleet(trace: str, *, waiting: bool = True) -> Fleet:
         case.slo_s,
         0.2,
         min=case.least,
-        tokens_per_s=case.counted if waiting else case.capacity,
+        tokens_per_s=case.capacity,
         concurrency=case.concurrency,
         disaggregated=True,
         shared_queue=waiting,
@@ -128,6 +128,11 @@ def simulate(
     waiting: bool = True,
     bounds: Bounds = BOUNDS,
 ) -> Outcome:
+    case = CASES[trace]
+    if waiting:  # the bounds of the published code are parts of what it is configured with
+        share = case.counted / case.capacity
+        lower, upper = share * bounds.tokens_lower, share * bounds.tokens_upper
+        bounds = replace(bounds, tokens_lower=lower, tokens_upper=upper, counts_waiting=True)
     strategy = with_bounds(strategy_named(system), bounds)
     if math.isfinite(strategy.cache_ttl_s):
         strategy = replace(strategy, cache_ttl_s=_HOST_CACHE_S)
@@ -135,7 +140,7 @@ def simulate(
     # instances that are about to end.
     policy = replace(strategy.policy, ends_starts=False, resume=system != "s-llm")
     strategy = replace(strategy, policy=policy)
-    paid_s = min(CASES[trace].seconds, seconds)
+    paid_s = min(case.seconds, seconds)
     cluster = fleet(trace, waiting=waiting)
     return Simulation(cluster, strategy, asked, tick_s=0.1, paid_until_s=paid_s, details=True).run()
 

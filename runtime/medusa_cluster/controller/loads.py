@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable
 from ..policy import state as policy
 from .nodes import Gateway
 
+_SUMMED = ("waiting", "running", "tokens_per_s", "unanswered_tokens", "prefilled_per_s", "decoded_per_s")
 _GATEWAY_GONE_S = 2.0  # the loads of a gateway without a report for so long no longer count
 
 
@@ -31,7 +32,7 @@ class Loads:
                 if model not in deployed:
                     continue
                 total = sums.setdefault(model, {})
-                for name in ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s"):
+                for name in _SUMMED:
                     total[name] = total.get(name, 0.0) + float(load.get(name) or 0)
                 longest_wait_s = float(load.get("longest_wait_s") or 0)
                 total["longest_wait_s"] = max(total.get("longest_wait_s", 0.0), longest_wait_s)
@@ -42,6 +43,7 @@ class Loads:
                 waiting=int(total.get("waiting", 0)),
                 running=int(total.get("running", 0)),
                 tokens_per_s=total.get("tokens_per_s", 0.0),
+                unanswered_tokens=total.get("unanswered_tokens", 0.0),
                 prefilled_per_s=total.get("prefilled_per_s", 0.0),
                 decoded_per_s=total.get("decoded_per_s", 0.0),
                 longest_wait_s=total.get("longest_wait_s", 0.0),

@@ -101,6 +101,7 @@ class Gateway:
                 "running": gauges["running"][name],
                 "longest_wait_s": round(self.dispatch.longest_wait_s(name), 1) if gauges["waiting"][name] else 0.0,
                 "tokens_per_s": self.metrics.of(name).arrived.per_s(),
+                "unanswered_tokens": self.metrics.of(name).unanswered_tokens,
                 "prefilled_per_s": self.metrics.of(name).prefilled.per_s(),
                 "decoded_per_s": self.metrics.of(name).token_rate.per_s(),
             }

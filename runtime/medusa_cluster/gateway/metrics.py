@@ -64,6 +64,7 @@ class ModelMetrics:
         self.token_rate = Rate()  # generated tokens
         self.arrived = Rate()  # prompt tokens of requests that arrive, estimated
         self.prefilled = Rate()  # prompt tokens of requests whose first token has come
+        self.unanswered_tokens = 0  # of prompts under way without a first token; a whole answer has none until its end
         self._mean_bytes, self._mean_tokens = _TYPICAL_BYTES, _TYPICAL_BYTES * _TOKENS_PER_BYTE
         self.finished = Rate(10.0)
 

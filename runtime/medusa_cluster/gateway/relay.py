@@ -94,6 +94,7 @@ class Relay:
         metrics = self._metrics.of(call.model)
         progress.prompt_tokens = metrics.prompt_tokens(call.prompt_tokens, call.prompt_bytes)
         metrics.arrived.note(progress.prompt_tokens)
+        metrics.unanswered_tokens += progress.prompt_tokens
         try:
             return await self._run_until_answered(call, client, progress, transcript, share)
         except Fault as fault:
@@ -102,6 +103,8 @@ class Relay:
             await client.fail(fault)
             return None
         finally:
+            if progress.first_at is None:
+                metrics.unanswered_tokens -= progress.prompt_tokens
             _note_times(metrics, transcript, progress)
 
     async def _run_until_answered(
@@ -240,6 +243,7 @@ class Relay:
             progress.last_at = time.monotonic()
             if progress.first_at is None:
                 progress.first_at = progress.last_at
+                metrics.unanswered_tokens -= progress.prompt_tokens
                 metrics.prefilled.note(progress.prompt_tokens)
             metrics.generated(transcript.tokens - before)
         return rest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -81,16 +81,6 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
         for chain, rate in zip(chains, rates, strict=True)
         if len(chain) > 1
     )
-
-
-def live_pairs(chains: Sequence[Chain], loaded: Sequence[str], among: Collection[str]) -> dict[str, str]:
-    """Pair the last target of each chain that is ``among`` these with an instance that it relieves.
-
-    ``loaded`` are the instances' ids, the most loaded first. Returns target → instance.
-    """
-    ordered = sorted(chains, key=lambda chain: -chain.bytes_per_s)
-    ends = [next((name for name in reversed(chain.targets) if name in among), None) for chain in ordered]
-    return dict(zip([name for name in ends if name is not None], loaded, strict=False))
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:

@@ -6,15 +6,15 @@ instances each model needs, what ends, where the others start, what the paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .accelerators import needed_bytes
-from .chains import live_pairs
 from .claims import Shortage, request
 from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
 from .fetches import Fetches, is_target
 from .index import Index
+from .live import LivePairs
 from .moves import Moves
 from .placement import Placement
 from .pool import restore_touched
@@ -30,10 +30,8 @@ from .state import (
     Decision,
     Deployment,
     Instance,
-    Processor,
     RequestNodes,
     ResumeInstance,
-    Role,
     SetSpare,
     StartInstance,
     StopInstance,
@@ -52,7 +50,8 @@ class Options:
     from_peers: bool = True  # read weights from other nodes; else from the store alone
     forwarding: bool = True  # chains; else each target reads from a complete copy
     contention_aware: bool = True  # start where nothing else is fetched, and make no fetch late
-    live: bool = False  # a new instance relieves a loaded one while its layers arrive
+    live: bool = False  # a new instance relieves a loaded one while its layers arrive, if an SLO needs that
+    from_devices: bool = False  # each device that has a model sends its part; else host memory sends
     largest_group: int = 1  # workers that start a model together
     follows_memory: bool = False  # a worker with a part of the memory has a part of the computing power
     prescale: bool = True  # decode instances with prefill instances; else by their KV blocks alone
@@ -151,7 +150,15 @@ class _Tick:
         slower, paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
         groups = self._consolidate()
         fetches = [*self._fetches.repair(), *self._fetches.decide()]
-        decisions: list[Decision] = [*slower, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
+        decisions: list[Decision] = [
+            *slower,
+            *changes,
+            *fetches,
+            *self._paired(counts),
+            *self._decisions,
+            *groups,
+            *nodes,
+        ]
         if requested != self._memory.requested:
             decisions.append(requested)
         waiting = self._waiting(asked)
@@ -398,34 +405,12 @@ class _Tick:
     def _id(self, deployment: Deployment) -> str:
         return f"{deployment.name}-{int(self._now_s * 1000):x}-{len(self._starts)}"
 
-    def _paired(self) -> list[StartInstance]:
-        """Return the starts. With live scaling, those at the ends of chains relieve the most loaded instances.
-
-        Only prefills can be relieved, so a decode instance neither relieves another one nor is relieved. And the two
-        compute on the same kind of processor.
-        """
+    def _paired(self, counts: Sequence[RoleCount]) -> list[StartInstance]:
+        """Return the starts, those that are to relieve another instance meanwhile with that one's id."""
         if not self._options.live:
             return self._starts
-        alike: dict[tuple[str, Role, Processor], set[str]] = {}
-        for start in self._starts:
-            alike.setdefault(self._kind(start), set()).add(start.node)
-        paired = []
-        for start in self._starts:
-            url = self._state.deployments[start.model].url
-            instances = self._index.instances.get(start.model, {}).values()
-            loaded = sorted(
-                (item for item in instances if item.state == "ready" and self._kind(item) == self._kind(start)),
-                key=lambda item: (-item.running, item.id),
-            )
-            able = [] if start.role == "decode" else [item.id for item in loaded]
-            pairs = live_pairs(self._fetches.chains.get(url, ()), able, alike[self._kind(start)])
-            paired.append(replace(start, partner=pairs.get(start.node)))
-        return paired
-
-    def _kind(self, one: StartInstance | Instance) -> tuple[str, Role, Processor]:
-        """Return what two instances have in common of which one can relieve the other."""
-        device = self._state.deployments[one.model].device
-        return one.model, one.role, self._state.nodes[one.node].processor(device)
+        chains, from_devices = self._fetches.chains, self._options.from_devices
+        return LivePairs(self._state, self._index, chains, counts, from_devices=from_devices).paired(self._starts)
 
     # Pool and groups.
 

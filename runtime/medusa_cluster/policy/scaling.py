@@ -25,6 +25,7 @@ class Bounds:
 
     tokens_upper: float = 0.8
     tokens_lower: float = 0.5
+    counts_waiting: bool = False  # prompt tokens that wait are the load, as in the router; else those that arrive
     kv_upper: float = 0.95
     kv_lower: float = 0.75
     requests_upper: float = 1.0  # of an instance's concurrency
@@ -65,7 +66,7 @@ def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bo
     requests = (load.waiting + load.running) / max(deployment.concurrency, 1)
     least, most = requests / bounds.requests_upper, requests / bounds.requests_lower
     if tokens_per_s > 0:
-        tokens = load.tokens_per_s / tokens_per_s
+        tokens = (load.waiting_tokens if bounds.counts_waiting else load.tokens_per_s) / tokens_per_s
         least, most = max(least, tokens / bounds.tokens_upper), max(most, tokens / bounds.tokens_lower)
     if load.kv_use > 0:
         blocks = load.kv_use * ready
@@ -93,7 +94,8 @@ def scale_target(
     if ready and load.waiting > 0:
         learned = max(learned, load.prefilled_per_s / ready)
         counted |= min(load.longest_wait_s, now_s - ready_since_s) >= _COUNTED_S
-    found = need(deployment, load, ready, deployment.tokens_per_s or (learned if counted else 0.0), bounds)
+    monitor = replace(monitor, tokens_per_s=learned, counted=counted)
+    found = need(deployment, load, ready, prefill_rate(deployment, monitor), bounds)
     samples = _window(monitor.samples, now_s, float(found.most), bounds.window_s)
     most = int(samples[0][1])
     if current < found.least:
@@ -108,6 +110,11 @@ def scale_target(
     low, high = deployment.min, max(deployment.max, deployment.min)
     least = min(max(found.least, low), high)
     return ScaleTarget(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
+
+
+def prefill_rate(deployment: Deployment, monitor: Monitor) -> float:
+    """Return the prompt tokens that one instance takes in a second, as far as that is known; 0: it is not."""
+    return deployment.tokens_per_s or (monitor.tokens_per_s if monitor.counted else 0.0)
 
 
 def shares(
@@ -152,7 +159,7 @@ def prescaled(load: Load, prefill: int, prefill_wanted: int) -> Load:
     The requests that make prefill grow arrive at the decode instances a moment later, so those need not wait to see it.
     What these run grows at most in step with prefill, and by no more than what waits.
     """
-    decoding = replace(load, waiting=0, tokens_per_s=0.0)
+    decoding = replace(load, waiting=0, tokens_per_s=0.0, waiting_tokens=0.0)
     if prefill_wanted <= prefill or not prefill:
         return decoding
     if not load.running:

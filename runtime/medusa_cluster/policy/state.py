@@ -217,6 +217,8 @@ class Load:
     waiting: int = 0  # requests without an instance yet
     running: int = 0
     tokens_per_s: float = 0.0  # prompt tokens that arrive
+    unanswered_tokens: float = 0.0  # of prompts whose first token has not come
+    waiting_tokens: float = 0.0  # of those that no instance has; known in the simulator alone
     prefilled_per_s: float = 0.0  # prompt tokens of requests whose first token has come
     decoded_per_s: float = 0.0  # tokens that are generated
     kv_use: float = 0.0  # the part of the KV blocks in use, 0 to 1; of decode instances where they are apart

@@ -44,7 +44,7 @@ class Model:
     concurrency: int = 8
     tokens_per_s: float = 0.0  # prompts that one instance bears; 0: only requests count
     disaggregated: bool = False
-    shared_queue: bool = False  # idle instances take prompts from it, and its tokens are the load (BlitzScale's code)
+    shared_queue: bool = False  # idle instances take prompts from it (BlitzScale's code); else each has its own
     prompt_tokens: float = 512.0  # typical, for predictions
     batch_tokens: int = 8192  # prompts that are prefilled together
     others: tuple[tuple[str, Profile], ...] = ()

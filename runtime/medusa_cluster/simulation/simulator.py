@@ -41,6 +41,7 @@ class SimModel:
         self.window: deque[tuple[float, int]] = deque()
         self.window_tokens = 0
         self.queued_tokens = 0
+        self.unanswered_tokens = 0  # of prompts whose first token has not come
         self.prefilled: deque[tuple[float, int]] = deque()  # as the window, of requests whose first token has come
         self.prefilled_tokens = 0
         self.last_request_s = -math.inf
@@ -138,6 +139,7 @@ class Simulation:
         model.window_tokens += request.prompt_tokens
         model.queue.append(served)
         model.queued_tokens += request.prompt_tokens
+        model.unanswered_tokens += request.prompt_tokens
         self._active.add(request.model)
         self.dispatch(model)
         if model.queue:
@@ -178,6 +180,7 @@ class Simulation:
         model = self.models[request.model]
         model.prefilled.append((self.env.now, request.prompt_tokens))
         model.prefilled_tokens += request.prompt_tokens
+        model.unanswered_tokens -= request.prompt_tokens
         self._active.add(request.model)
 
     def ended(self, server: Server, request: ServedRequest | None) -> None:
@@ -261,13 +264,12 @@ class Simulation:
                 model.prefilled_tokens -= prefilled.popleft()[1]
             name = model.model.name
             waiting = len(model.queue)
-            tokens = model.window_tokens / _WINDOW_S
-            if model.model.shared_queue:
-                tokens = float(model.queued_tokens)
             self._loads[name] = Load(
                 waiting=waiting,
                 running=model.running,
-                tokens_per_s=tokens,
+                tokens_per_s=model.window_tokens / _WINDOW_S,
+                unanswered_tokens=model.unanswered_tokens,
+                waiting_tokens=model.queued_tokens,
                 prefilled_per_s=model.prefilled_tokens / _WINDOW_S,
                 kv_use=_used(model.decoders.values()),
                 longest_wait_s=now - model.queue[0].at_s if model.queue else 0.0,

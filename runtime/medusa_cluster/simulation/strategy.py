@@ -111,9 +111,14 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy("s-llm", warm=True, cache="lru", cache_ttl_s=300.0, policy=_ALONE),
         Strategy("allcache", warm=True, cache="all", policy=_ALONE),
-        Strategy("s-llm+network", warm=True, direct=True, policy=replace(_ALONE, pool=True, from_peers=True)),
-        Strategy("s-llm+multicast", warm=True, direct=True, policy=Options()),
-        Strategy("blitzscale", warm=True, direct=True, policy=Options(live=True)),
+        Strategy(
+            "s-llm+network",
+            warm=True,
+            direct=True,
+            policy=replace(_ALONE, pool=True, from_peers=True, from_devices=True),
+        ),
+        Strategy("s-llm+multicast", warm=True, direct=True, policy=Options(from_devices=True)),
+        Strategy("blitzscale", warm=True, direct=True, policy=Options(live=True, from_devices=True)),
         Strategy("full", warm=True, cache="all", provisioned=1.0, policy=_ALONE),
         Strategy("half", warm=True, cache="all", provisioned=0.5, policy=_ALONE),
     )

@@ -57,7 +57,16 @@ def test_loads_are_summed_and_die_with_their_gateway() -> None:
             None,
             0,
             10.0,
-            {"m": {"waiting": 2, "longest_wait_s": 0.7, "tokens_per_s": 5, "prefilled_per_s": 4}, "n": {}},
+            {
+                "m": {
+                    "waiting": 2,
+                    "longest_wait_s": 0.7,
+                    "tokens_per_s": 5,
+                    "prefilled_per_s": 4,
+                    "unanswered_tokens": 9,
+                },
+                "n": {},
+            },
         ),
         Gateway("gone", None, 0, 5.0, {"m": {"waiting": 100}}),
         Gateway("late", None, 0, 10.0, {"removed": {"waiting": 1}}),
@@ -65,7 +74,7 @@ def test_loads_are_summed_and_die_with_their_gateway() -> None:
     found = loads.summed(gateways, 10.5, ("m", "n"))
     load = found["m"]
     assert (load.waiting, load.running, load.tokens_per_s, load.prefilled_per_s) == (3, 2, 5, 4)
-    assert load.longest_wait_s == 0.7
+    assert (load.longest_wait_s, load.unanswered_tokens) == (0.7, 9)
     assert load.last_request_s == 10.5
     assert found["n"].last_request_s == -math.inf
     assert set(found) == {"m", "n"}

@@ -318,6 +318,7 @@ def test_many_clients_and_two_gateways_share_the_instances(
         "waiting",
         "running",
         "tokens_per_s",
+        "unanswered_tokens",
         "prefilled_per_s",
         "decoded_per_s",
         "longest_wait_s",

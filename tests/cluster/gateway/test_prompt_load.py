@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import GatewayProcess
+from gateway_fixtures import NAME, GatewayProcess, Stream
 from medusa_cluster.gateway.call import ROUTES, parse_call
 from medusa_cluster.gateway.faults import Fault
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
 from medusa_handler.http import openapi
 from waiting import until
 
-_LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s", "longest_wait_s")
+_LOAD = (
+    *("waiting", "running", "longest_wait_s"),
+    *("tokens_per_s", "unanswered_tokens", "prefilled_per_s", "decoded_per_s"),
+)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +128,32 @@ def test_a_wait_that_grows_is_no_change(cluster: StandIn, start_gateway: Callabl
     cluster.deploy("m")
     gateway = start_gateway()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(gateway.post, "/v1/completions", {"model": "m", "prompt": "A"})
+        pool.submit(gateway.post, "/v1/completions", {"model": "m", "prompt": "A" * 40})
         # Then no rate changes any more.
         until(lambda: any(load["m"]["longest_wait_s"] > 3 for load in cluster.loads.values() if "m" in load))
+        assert [load["m"]["unanswered_tokens"] for load in cluster.loads.values()] == [10]
         before = cluster.reports
         time.sleep(2)
         assert 0 < cluster.reports - before < 10
         cluster.remove("m")
+
+
+def test_a_prompt_counts_as_unanswered_until_its_first_token(gateway: GatewayProcess, cluster: StandIn) -> None:
+    def load() -> tuple[float, float]:
+        (loads,) = cluster.loads.values()
+        found = loads.get(NAME, {"running": 0, "unanswered_tokens": 0})
+        return found["running"], found["unanswered_tokens"]
+
+    asked: dict[str, Any] = {"prompt": "A" * 40, "max_tokens": 450, "ignore_eos": True, "n": 8}
+    stream = Stream(gateway, "/v1/completions", asked)
+    stream.take(1)
+    until(lambda: load() == (1, 0))
+    stream.rest()
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(gateway.post, "/v1/completions", {"model": NAME} | asked)
+        until(lambda: load()[0] == 1 and load()[1] > 0)
+        whole.result(60)
+    until(lambda: load() == (0, 0))
 
 
 def test_all_routes_of_encoders_are_passed_on() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.chains import Chain, live_pairs, plan
+from medusa_cluster.policy.chains import Chain, plan
 from medusa_cluster.policy.state import Node
 
 
@@ -84,14 +84,6 @@ def test_a_target_may_turn_to_those_before_it() -> None:
     (longer,) = plan([node("s")], [node("a"), node("b"), node("c"), node("d", 25)])
     assert dict(longer.routes())["d"] == ("c", "b", "a", "s")
     assert longer.bytes_per_s == 25
-
-
-def test_the_ends_of_chains_are_paired_with_the_most_loaded() -> None:
-    chains = plan([node("s1", 50), node("s2", 100)], [node("a", 100, ""), node("b", 50)])
-    targets = chains[0].targets
-    assert live_pairs(chains, ["hot", "warm"], targets) == {targets[-1]: "hot"}
-    assert live_pairs(chains, ["hot", "warm"], targets[:1]) == {targets[0]: "hot"}
-    assert live_pairs(chains, ["hot", "warm"], ()) == {}
 
 
 NODES = st.lists(
