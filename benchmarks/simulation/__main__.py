@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import command_line
-from benchmarks.simulation import blitzscale, equal_slo, medusa, paraserve
+from benchmarks.simulation import blitzscale, equal_slo, medusa, paraserve, speed
 from benchmarks.simulation.figure import BANDS, Figure
 
 FIGURES: dict[str, Callable[[float], Figure]] = {
@@ -19,6 +19,7 @@ FIGURES: dict[str, Callable[[float], Figure]] = {
     "paraserve-11": paraserve.figure_11,
     "paraserve-12": paraserve.figure_12,
     "paraserve-14": paraserve.figure_14,
+    "blitzscale-3": speed.figure_3,
     "blitzscale-17": blitzscale.figure_17,
     "blitzscale-18": blitzscale.figure_18,
     "blitzscale-18-slo": equal_slo.figure,
@@ -27,6 +28,7 @@ FIGURES: dict[str, Callable[[float], Figure]] = {
     "blitzscale-21": blitzscale.figure_21,
     "blitzscale-22": blitzscale.figure_22,
     "blitzscale-24": blitzscale.figure_24,
+    "blitzscale-pairs": speed.figure_pairs,
     "medusa-10": medusa.figure_10,
     "medusa-11": medusa.figure_11,
 }

@@ -62,7 +62,7 @@ _WHAT_EIGHT_BEAR, _MORE_THAN_EIGHT = 20.0, 60.0
 _NICS = 4  # network cards of a host, with 100 Gbit/s each
 _BATCH_TOKENS = 4096  # the most prompt tokens in a batch; the published router's default
 _TOGETHER = 32  # sequences of an instance that prefills and decodes; the paper does not say how many
-_SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3)
 _MORE_SEEDS = range(1, 7)  # for steps that differ by only a percent
 # The load as a share of what all instances together could prefill. Half of the cluster prefills, and the load is half
 # of that half's capacity.
@@ -81,13 +81,13 @@ def hosts(case: Case) -> Machine:
     )
 
 
-def fleet(trace: str, *, waiting: bool = True) -> Fleet:
+def fleet(trace: str, *, waiting: bool = True, slo_s: float = math.inf) -> Fleet:
     case = CASES[trace]
     model = Model(
         "m",
         PROFILES[case.profile],
         "",
-        case.slo_s,
+        slo_s,
         0.2,
         min=case.least,
         tokens_per_s=case.capacity,
@@ -127,7 +127,9 @@ def simulate(
     *,
     waiting: bool = True,
     bounds: Bounds = BOUNDS,
+    every: bool = False,
 ) -> Outcome:
+    """Simulate these requests. ``every``: live scaling whether the SLO needs it or not, as without an SLO."""
     case = CASES[trace]
     if waiting:  # the bounds of the published code are parts of what it is configured with
         share = case.counted / case.capacity
@@ -141,7 +143,7 @@ def simulate(
     policy = replace(strategy.policy, ends_starts=False, resume=system != "s-llm")
     strategy = replace(strategy, policy=policy)
     paid_s = min(case.seconds, seconds)
-    cluster = fleet(trace, waiting=waiting)
+    cluster = fleet(trace, waiting=waiting, slo_s=math.inf if every else case.slo_s)
     return Simulation(cluster, strategy, asked, tick_s=0.1, paid_until_s=paid_s, details=True).run()
 
 
@@ -149,7 +151,7 @@ def mean_ms(runs: list[Outcome]) -> float:
     return 1000 * mean([outcome.mean_ttft_s() for outcome in runs])
 
 
-def repeated(system: str, trace: str, seconds: float, seeds: Iterable[int] = _SEEDS) -> list[Outcome]:
+def repeated(system: str, trace: str, seconds: float, seeds: Iterable[int] = SEEDS) -> list[Outcome]:
     """Run a trace once for each seed. The scaling draws which requests are repeated, and with what lengths."""
     return [run(system, trace, seconds, seed=seed) for seed in seeds]
 
@@ -463,7 +465,7 @@ def together(system: str, seconds: float, seed: int = 1) -> Outcome:
 def figure_24(seconds: float) -> Figure:
     tails, found = {}, []
     for system in ("blitzscale", "full", "half"):
-        runs = [together(system, seconds, seed) for seed in _SEEDS]
+        runs = [together(system, seconds, seed) for seed in SEEDS]
         tails[system] = mean([percentile(outcome.ttft_s, 0.99) for outcome in runs])
         found.append(Line(f"{system}: p99 TTFT", tails[system], None, "s"))
         found.append(Line(f"{system}: mean TTFT", mean_ms(runs), None, "ms"))

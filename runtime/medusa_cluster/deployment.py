@@ -33,10 +33,10 @@ class Deployment:
 
     ``url`` is the checkpoint's, or an absolute path. ``min`` and ``max`` bound the number of instances. ``ttft_slo_s``
     and ``tpot_slo_s`` are the wanted seconds to the first token and per output token; None means no wish. With
-    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. With
-    ``disaggregated``, prefill and decode are on instances of their own, and ``min`` and ``max`` count each. Instances
-    start on nodes of ``device_kind``, or of any kind if it is empty. ``settings`` are options of ``medusa serve`` as
-    text, by field name.
+    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive; with a TTFT
+    SLO, only where that needs it. With ``disaggregated``, prefill and decode are on instances of their own, and ``min``
+    and ``max`` count each. Instances start on nodes of ``device_kind``, or of any kind if it is empty. ``settings`` are
+    options of ``medusa serve`` as text, by field name.
     """
 
     name: str

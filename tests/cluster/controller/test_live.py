@@ -16,11 +16,11 @@ Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 3, "live_scaling": True}
 
 
-async def first(net: Any, cluster: Cluster) -> Any:
+async def first(net: Any, cluster: Cluster, **given: Any) -> Any:
     """Deploy, ask, and wait for the first instance."""
     for node in net.nodes.values():
         node.arrives = True
-    await cluster.answer({"op": "deploy", "arguments": MODEL})
+    await cluster.answer({"op": "deploy", "arguments": MODEL | given})
     await until_async(lambda: cluster.models.get(MODEL["url"]))
     asked(cluster, waiting=1)
     (found,) = await until_async(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
@@ -33,11 +33,11 @@ def asked(cluster: Cluster, **load: int) -> None:
     cluster._report({"gateway": "g", "url": None, "loads": {"m": load}})
 
 
-async def loaded(cluster: Cluster, count: int) -> list[Any]:
+async def loaded(cluster: Cluster, count: int, **load: int) -> list[Any]:
     """Report a load for so many instances until they are there."""
 
     def there() -> list[Any]:
-        asked(cluster, running=8, waiting=8 * (count - 1))
+        asked(cluster, running=8, waiting=8 * (count - 1), **load)
         found = list(cluster.state.instances.values())
         return found if len(found) == count and all(one.confirmed for one in found) else []
 
@@ -70,6 +70,18 @@ def test_a_new_instance_helps_the_loaded_one_and_serves_when_it_has_its_weights(
         net.nodes[helper.node].become(helper.id, "released")
         await until_async(lambda: routed(cluster) == {source.id, helper.id})
         assert "live" in [event["kind"] for event in cluster.state.events]
+
+    run(scenario, "n1", "n2")
+
+
+@pytest.mark.parametrize(("waiting", "rank"), [(1_000, 0), (100_000, 1)])
+def test_a_new_instance_helps_only_if_first_tokens_would_else_be_late(run: Run, waiting: int, rank: int) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        source = await first(net, cluster, ttft_slo_s=30.0)
+        net.nodes[source.node].instances[source.id] |= {"running": 8, "prefill_tokens_per_s": 1000}
+        await until_async(lambda: cluster.models.prefill_tokens_per_s(MODEL["url"]))
+        await loaded(cluster, 2, unanswered_tokens=waiting)
+        assert [plan["rank"] for plan in plans(net)] == [0, rank]
 
     run(scenario, "n1", "n2")
 

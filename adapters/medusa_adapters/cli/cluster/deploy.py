@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live-scaling",
         action="store_true",
-        help="under load, a new instance helps a running one while its own layers arrive",
+        help="under load, a new instance helps a running one while its own layers arrive; "
+        "with --ttft-slo only where first tokens would else be late",
     )
     parser.add_argument(
         "--disaggregated",
