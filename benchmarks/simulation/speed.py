@@ -40,8 +40,12 @@ def scaled(gbit: float, seconds: float) -> Outcome:
     return Simulation(Fleet("speed", (machine,), (model,)), strategy, asked, tick_s=0.1).run()
 
 
+def _in_time(outcome: Outcome, slo_s: float) -> float:
+    return outcome.attainment(lambda _: slo_s)
+
+
 def figure_3(seconds: float) -> Figure:
-    late = {gbit: 100 * (1 - scaled(gbit, seconds).attainment(lambda _: _SLO_S)) for gbit in _SPEEDS_GBIT}
+    late = {gbit: 100 * (1 - _in_time(scaled(gbit, seconds), _SLO_S)) for gbit in _SPEEDS_GBIT}
     found = [Line(f"{gbit:g} Gbit/s a GPU: later than 1.25 s", value, None, "%") for gbit, value in late.items()]
     for most, published in ((60.0, 220.0), (1.0, 576.0)):
         enough = next((gbit for gbit, value in late.items() if value <= most), math.inf)
@@ -71,7 +75,7 @@ def figure_pairs(seconds: float) -> Figure:
                 simulate(system, trace, requests(trace, seconds, seed), seconds, waiting=False, every=every)
                 for seed in SEEDS
             ]
-            late = 100 * (1 - mean([outcome.attainment(lambda _, slo_s=case.slo_s: slo_s) for outcome in runs]))
+            late = 100 * (1 - mean([_in_time(outcome, case.slo_s) for outcome in runs]))
             shown[f"{trace}, {name}"] = late
             found += [
                 Line(f"{trace}, {name}: pairs", mean([float(outcome.relieved) for outcome in runs]), None, ""),
