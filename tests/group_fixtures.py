@@ -60,7 +60,7 @@ class Group:
         plan = {**self.plan, "rank": rank}
         if rank == 0:
             plan["full"] = True
-        others = ("full", "mode", "listen", *FILES)
+        others = ("full", "mode", "listen", "relieves", *FILES)
         plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in others}
         path = self.folder / f"{self.plan['group']}-{rank}.json"
         path.write_text(json.dumps(plan))

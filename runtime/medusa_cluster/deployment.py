@@ -98,8 +98,6 @@ class Deployment:
             if wanted and not (self.engine == "torch" and self.may_be_shared()):
                 found = f"the engine {self.engine}" + (" and adapters" if self.adapters() else "")
                 raise ConfigError(f"{name}: expected the engine torch without adapters, found {found}")
-        if self.live_scaling and self.disaggregated:
-            raise ConfigError("expected one of live_scaling and disaggregated, found both")
 
     @property
     def device(self) -> Device:

@@ -106,7 +106,7 @@ class Live:
         """
         deployment = self._state.deployments[new.model]
         if self._models.is_apart(deployment):
-            return await self._separate(new)
+            return await self._separate(new, partner)
         if not self._models.scales_live(deployment, time.monotonic()):
             return None
         source = self._source(new, partner)
@@ -114,8 +114,12 @@ class Live:
             return self._help(new, source, source.meets, "while its layers arrive")
         return self._wait(new, Rendezvous(f"{new.id}-live", await self._place(new), "live"))
 
-    async def _separate(self, new: KnownInstance) -> dict[str, Any]:
-        """Plan an instance that prefills or decodes. One that finds nobody to prefill for decodes, too."""
+    async def _separate(self, new: KnownInstance, partner: str | None) -> dict[str, Any]:
+        """Plan an instance that prefills or decodes. One that finds nobody to prefill for decodes, too.
+
+        One that the policy wants to relieve another one that prefills does that for all of them, with live scaling:
+        their prompts wait with the one that decodes.
+        """
         place = await self._place(new)
         if new.role == "prefill":
             deadline = time.monotonic() + _MEETS_S
@@ -125,7 +129,9 @@ class Live:
                     break
             source = next((item for item in found if item.meets is not None), None)
             if source is not None and source.meets is not None:
-                return self._help(new, source, source.meets, "by prefilling for it") | {"listen": place}
+                relieves = partner is not None and self._state.deployments[new.model].live_scaling
+                how = "by prefilling for it" + (", at first with the layers that it has" if relieves else "")
+                return self._help(new, source, source.meets, how) | {"listen": place, "relieves": relieves}
         new.role = "decode"
         return self._wait(new, Rendezvous(f"{new.id}-decode", place, "disaggregated"))
 

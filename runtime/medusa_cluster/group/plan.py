@@ -39,6 +39,7 @@ class GroupPlan:
         new one, which helps it while loading them. ``disaggregated``: rank 0 decodes, and the others prefill for it.
         One that helps rank 0 becomes an instance when its own file says ``up``, or when it loses rank 0.
     listen: ``HOST:PORT`` where one of those others listens once it is an instance, for others that prefill for it.
+    relieves: whether one that prefills for rank 0 runs, while it loads, first layers of what others prefill for rank 0.
     schedule: how a new instance helps: ``zigzag``, or the naive ``best-effort`` for comparison.
     silent_s: a worker without a sign of life for so many seconds counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
@@ -59,6 +60,7 @@ class GroupPlan:
     form_s: float = 20.0
     silent_s: float = 3.0
     mode: str = "pipeline"
+    relieves: bool = False
     schedule: str = "zigzag"
     exit: bool = False
     link_bytes_per_s: float | None = None
@@ -174,6 +176,12 @@ def _check(plan: GroupPlan, where: str) -> None:
         (plan.then in THEN, "then", "one of " + ", ".join(THEN), plan.then),
         (plan.mode in MODES, "mode", "one of " + ", ".join(MODES), plan.mode),
         (plan.mode != "live" or plan.size == 2, "size", "2, a live pair", plan.size),
+        (
+            not plan.relieves or (plan.mode == "disaggregated" and plan.rank > 0),
+            "relieves",
+            "false, but for one that prefills for another one",
+            plan.relieves,
+        ),
         (plan.schedule in SCHEDULES, "schedule", "one of " + ", ".join(SCHEDULES), plan.schedule),
         (bool(plan.token), "token", "a secret", "an empty one"),
         (len(files) in (0, 3), "ca_file, cert_file, key_file", "all three or none", files),

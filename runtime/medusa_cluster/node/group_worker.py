@@ -76,7 +76,9 @@ class GroupWorker:
             return replace(self, plan=replace(plan, then="up"))
         if plan.rank == 0 or plan.listen is None:
             return self
-        return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), lost=lost)
+        return replace(
+            self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay", relieves=False), lost=lost
+        )
 
     @property
     def is_followed(self) -> bool:

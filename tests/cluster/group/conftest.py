@@ -10,8 +10,9 @@ from certificates import make_certificates
 from engine_fixtures import checkpoint, make_checkpoint, serve, serve_region
 from group_fixtures import group
 from host_gpu import no_triton
+from live_fixtures import pair, slow
 
-__all__ = ["checkpoint", "group", "make_checkpoint", "no_triton", "serve", "serve_region"]
+__all__ = ["checkpoint", "group", "make_checkpoint", "no_triton", "pair", "serve", "serve_region", "slow"]
 
 
 @pytest.fixture(scope="session")

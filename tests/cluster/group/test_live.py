@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_fixtures import Served, fill_region
 from group_fixtures import Group, host_gpu
+from live_fixtures import SlowRegion
 from medusa_cluster.group.identity import identity_of
 from medusa_cluster.group.live import target as live_target
 from medusa_cluster.group.live.handover import send_cache, send_handover
@@ -20,8 +20,6 @@ from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
 from medusa_cluster.group.wire.channel import TcpChannel, connect, error_of
 from medusa_cluster.group.wire.message import Kind
 from medusa_runtime.errors import OverloadedError
-from medusa_runtime.region.reader import Region
-from region_fixtures import Filling
 from waiting import until
 
 from benchmarks.pipeline.zigzag import Scaling, best_effort, schedule
@@ -29,59 +27,6 @@ from benchmarks.ports import free_port
 
 PROMPTS = [[number] * (2 + 7 * number) for number in range(15)]  # some shorter than a block of keys and values
 SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
-
-
-class SlowRegion:
-    """The tiny checkpoint in a region into which a test lets layer after layer."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        import torch
-        from safetensors.torch import load_file
-
-        tensors = {
-            name: tensor.to(torch.float32) for name, tensor in load_file(checkpoint / "model.safetensors").items()
-        }
-        self.filling = Filling(tensors)
-        files = {path.name: path.read_bytes() for path in checkpoint.glob("*.json")}
-        self.filling.writer.lay_out(self.filling.index, files)
-        self.names = list(tensors)
-
-    @property
-    def region(self) -> Region:
-        return self.filling.region
-
-    def arrive(self, part: str) -> None:
-        self.filling.arrive(*(name for name in self.names if part in name))
-
-    def finish(self) -> None:
-        self.filling.writer.finish()
-
-
-@pytest.fixture
-def slow(checkpoint: Path) -> Iterator[SlowRegion]:
-    made = SlowRegion(checkpoint)
-    yield made
-    made.filling.close()
-
-
-@pytest.fixture
-def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Iterator[Callable[..., Group]]:
-    """Make instances, of which the last one loads from the slow region."""
-    with ExitStack() as stack:
-
-        def make(*, mode: str = "live", instances: int = 2, **plan: Any) -> Group:
-            made = group(*["0:4"] * instances, **plan)
-            for rank in range(instances - 1):
-                whole = SlowRegion(checkpoint)
-                stack.callback(whole.filling.close)
-                whole.arrive("")
-                whole.finish()
-                made.add(rank, layers=None, mode=mode, region=whole.region)
-            made.add(instances - 1, layers=None, mode=mode, region=slow.region)
-            until(lambda: made.leader.engine.stats()["paired"] == instances - 1)
-            return made
-
-        yield make
 
 
 def first_scores(answer: Any) -> list[float]:

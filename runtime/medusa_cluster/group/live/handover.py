@@ -26,12 +26,23 @@ BATCH_TOKENS = 256  # a batch is full with so many tokens, so that one pull does
 
 
 class Batch(NamedTuple):
-    """Whole prompts that are prefilled together. ``tables`` are the block tables that they had when offered."""
+    """Whole prompts that are prefilled together. ``tables`` are the block tables that they had when offered.
+
+    A batch that another target has begun has ``hidden``, the result of its first ``done`` layers. Their keys and values
+    are with the source.
+    """
 
     number: int
     spans: list[Span]
     tables: list[list[int]]
     began_ns: int
+    done: int = 0
+    hidden: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each prompt."""
+        return [span.stop for span in self.spans]
 
     @property
     def alive(self) -> list[Span]:
@@ -40,7 +51,10 @@ class Batch(NamedTuple):
 
 
 class Handover(NamedTuple):
-    """A batch that comes back from the target, with the results of the ``done`` layers that have run."""
+    """A batch that comes back from the target, with the results of the ``done`` layers that have run.
+
+    ``caches`` are those of the layers that this target has run, which are the last ones of these.
+    """
 
     number: int
     done: int
@@ -61,21 +75,29 @@ def grouped(spans: list[Span]) -> list[list[Span]]:
     return groups
 
 
-def offer(group: int, batch: Batch) -> Message:
-    """Return the message that offers a batch's prompts."""
+def offer(group: int, batch: Batch) -> list[Message]:
+    """Return the messages that offer a batch: its prompts, and the hidden states if some of its layers have run."""
     prompts = [span.sequence.tokens[: span.stop] for span in batch.spans]
-    return json_message(Kind.OFFER, group, {"prompts": prompts}, step=batch.number)
+    found = [json_message(Kind.OFFER, group, {"prompts": prompts, "done": batch.done}, step=batch.number)]
+    return found if batch.hidden is None else [*found, hidden_states(group, batch.number, 0, batch.hidden)]
 
 
-def prompts_of(message: Message) -> list[list[int]]:
-    """Return the prompts, as token ids, in a message of ``offer``. Raises EngineError for anything else."""
+def offered(message: Message, layers: int) -> tuple[list[list[int]], int]:
+    """Return the prompts, as token ids, in the first message of ``offer``, and how many of the ``layers`` have run.
+
+    Raises EngineError for anything else.
+    """
     try:
-        found = [[int(token) for token in prompt] for prompt in message.values()["prompts"]]
+        values = message.values()
+        found = [[int(token) for token in prompt] for prompt in values["prompts"]]
+        done = int(values.get("done", 0))
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(f"an offered batch could not be read: {error!r}") from None
     if not found or not all(found):
         raise EngineError("expected prompts in an offered batch, found none")
-    return found
+    if not 0 <= done < layers:
+        raise EngineError(f"expected an offered batch of which fewer than {layers} layers have run, found {done}")
+    return found, done
 
 
 def send_cache(channel: Channel, group: int, number: int, cache: Tensor) -> None:
@@ -101,23 +123,23 @@ def send_handover(
 class HandoverReader:
     """A reader that joins messages into handovers. Keys and values of several batches may arrive interleaved.
 
-    ``lengths`` returns the number of tokens of each prompt of an offered batch, and None for any other batch number. So
-    a peer cannot make the reader keep more than it was offered.
+    ``batches`` returns the offered batch of a number, or None. So a peer cannot make the reader keep more than it was
+    offered.
     """
 
-    def __init__(self, lengths: Callable[[int], list[int] | None]) -> None:
-        self._lengths = lengths
+    def __init__(self, batches: Callable[[int], Batch | None]) -> None:
+        self._batches = batches
         self._heads: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[Tensor]] = {}
 
     def take(self, message: Message, cache: KvCache) -> Handover | None:
         """Take the next message. Return the handover if that completes one, else None. Raises EngineError."""
         number = message.step
-        lengths = self._lengths(number)
-        if lengths is None:
+        batch = self._batches(number)
+        if batch is None:
             raise EngineError(f"expected a batch that was offered, found number {number}")
         if message.kind is Kind.BLOCK:
-            self._keep(number, message.tensor(), lengths, cache.shape)
+            self._keep(number, message.tensor(), batch.lengths, cache.shape)
             return None
         if message.kind is Kind.HANDOVER:
             head = message.values()
@@ -127,7 +149,7 @@ class HandoverReader:
             return None
         head, blocks = self._heads.pop(number, {}), self._blocks.pop(number, [])
         try:
-            return _put_together(message, head, blocks, cache)
+            return _put_together(message, head, blocks, cache, batch.done)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(f"a batch that was handed over could not be read: {error}") from None
 
@@ -140,11 +162,11 @@ class HandoverReader:
         blocks.append(block)
 
 
-def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], cache: KvCache) -> Handover:
+def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], cache: KvCache, done: int) -> Handover:
     parts, lengths = [int(part) for part in head.get("parts", ())], [int(one) for one in head.get("lengths", ())]
     if not parts or len(blocks) != len(parts) * len(lengths):
         raise EngineError("expected the keys and values of every prompt of a batch, found others")
-    if min(*parts, *lengths) < 1 or sum(parts) > cache.shape.layers:
+    if min(*parts, *lengths) < 1 or done + sum(parts) > cache.shape.layers:
         raise EngineError(f"expected a batch of up to {cache.shape.layers} layers and of prompts, found another")
     kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
     if any(block.dtype != cache.shape.dtype for block in blocks):
@@ -157,12 +179,12 @@ def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], 
     hidden = message.tensor()
     if hidden.shape[0] != sum(lengths):
         raise EngineError(f"expected the hidden states of {sum(lengths)} tokens, found those of {hidden.shape[0]}")
-    return Handover(message.step, sum(parts), hidden, caches)
+    return Handover(message.step, done + sum(parts), hidden, caches)
 
 
-def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
-    """Write the keys and values of a sequence's first layers, given in parts in order, into its blocks."""
-    first, device = 0, cache.pool.device
+def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor], first: int = 0) -> None:
+    """Write the keys and values of a sequence's layers from ``first`` on, given in parts in order, into its blocks."""
+    device = cache.pool.device
     whole = parts[0].shape[2] // BLOCK_TOKENS
     numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long).to(device)  # empty for a short prompt
     if device.type != "cpu":
@@ -194,7 +216,7 @@ __all__ = [
     "HandoverReader",
     "grouped",
     "offer",
-    "prompts_of",
+    "offered",
     "read_in",
     "read_out",
     "send_cache",

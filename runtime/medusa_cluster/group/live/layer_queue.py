@@ -11,8 +11,8 @@ from ...policy.zigzag import PullQueue
 class LayerQueue(Protocol):
     """A queue of batches, numbered from 0. It knows neither time nor tensors, and is asked between two layers."""
 
-    def add(self) -> int:
-        """Add a batch, and return its number."""
+    def add(self, done: int = 0) -> int:
+        """Add a batch of which ``done`` layers have run elsewhere, and return its number."""
 
     def next(self, loaded: int) -> int | None:
         """Return the batch whose next layer should run, if ``loaded`` layers are there. None: nothing can run."""
@@ -34,8 +34,8 @@ class ZigZag:
         self._layers = layers
         self._queue = PullQueue((), layers)
 
-    def add(self) -> int:
-        self._queue.done.append(0)
+    def add(self, done: int = 0) -> int:
+        self._queue.done.append(done)
         self._queue.waiting.append(len(self._queue.done) - 1)
         return len(self._queue.done) - 1
 
@@ -74,8 +74,8 @@ class BestEffort:
         self._goals: list[int] = []
         self._first = 0  # the first batch that has not been handed over
 
-    def add(self) -> int:
-        self._done.append(0)
+    def add(self, done: int = 0) -> int:
+        self._done.append(done)
         self._goals.append(0)
         return len(self._done) - 1
 

@@ -19,37 +19,14 @@ from torch import Tensor
 
 from ..identity import Heartbeats, disagreement, identity_of
 from ..plan import GroupPlan
-from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
+from ..wire.channel import Greeting, Listener, close_with, error_of
 from ..wire.message import Kind, Message, json_message
 from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
+from .pair import Pair
 
 logger = logging.getLogger(__name__)
 
 _WHOLE_STEPS = 4  # how many times the tokens of a step a prompt may have that another instance computes
-
-
-class _Pair:
-    """A target that helps, and the batches that it was offered."""
-
-    def __init__(self, channel: TcpChannel, heartbeats: Heartbeats) -> None:
-        self.channel = channel
-        self.heartbeats = heartbeats
-        self.offered: dict[int, Batch] = {}
-        self.arrived: deque[Handover] = deque()
-        self.pulled = False  # a pull has not been answered yet, or its answer is still in our inbox
-        self.due = False  # a handover may come; the listening thread resets this
-        self.loading = True  # it lacks layers
-        self.leaving = False  # it gets no more offers
-
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens it was offered and has not handed over yet."""
-        return sum(span.stop for batch in self.offered.values() for span in batch.spans)
-
-    def lengths(self, number: int) -> list[int] | None:
-        """Return the tokens of each prompt of a batch that it was offered; from any thread."""
-        batch = self.offered.get(number)
-        return None if batch is None else [span.stop for span in batch.spans]
 
 
 class SourceEngine(TorchEngine):
@@ -59,10 +36,12 @@ class SourceEngine(TorchEngine):
         self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
     ) -> None:
         self.plan = plan
-        self._pairs: list[_Pair] = []
+        self._pairs: list[Pair] = []
         self._free_slots = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
         self._next_batch = 1
+        self._backlog: deque[Batch] = deque()  # for partners that have enough to do now
         self.layers_helped = 0  # layers of batches that targets have run
+        self.layers_relieved = 0  # of these, layers of batches with which another target went on
         super().__init__(region, settings, timeline, gpu)
         # Others compute long prompts in one step, for which they have memory up to some length.
         self._most_whole = _WHOLE_STEPS * settings.max_batched_tokens if plan.mode == "disaggregated" else 0
@@ -77,7 +56,11 @@ class SourceEngine(TorchEngine):
     def stats(self) -> dict[str, Any]:
         pairs = list(self._pairs)
         offered = sum(len(pair.offered) for pair in pairs)
-        return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.layers_helped}
+        return (
+            super().stats()
+            | {"paired": len(pairs), "offered": offered, "layers_helped": self.layers_helped}
+            | {"layers_relieved": self.layers_relieved}
+        )
 
     def close(self) -> None:
         if self._pair_listener is not None:
@@ -100,28 +83,29 @@ class SourceEngine(TorchEngine):
             logger.warning("%s", error)
             close_with(greeting.channel, self.plan.number, error)
             return
-        pair = _Pair(greeting.channel, Heartbeats(self.plan.number, 0, greeting.channel.send, dict))
+        pair = Pair(greeting.channel, Heartbeats(self.plan.number, 0, greeting.channel.send, dict))
         self._inbox.post(lambda: self._begin_pair(pair))
 
     def _takes_requests(self) -> bool:
         """Return whether this is an instance with requests of its own."""
         return True
 
-    def _begin_pair(self, pair: _Pair) -> None:
+    def _begin_pair(self, pair: Pair) -> None:
         pair.channel.last_received_at = time.monotonic()  # nobody has listened to it yet, perhaps for a whole load
         self._pairs.append(pair)
         self._timeline.mark("paired")
         threading.Thread(target=self._listen, args=(pair,), name="live-target", daemon=True).start()
 
-    def _listen(self, pair: _Pair) -> None:
+    def _listen(self, pair: Pair) -> None:
         error: MedusaError = EngineError("its connection broke")
-        reader = HandoverReader(pair.lengths)
+        reader = HandoverReader(pair.offered.get)
         try:
             while (message := pair.channel.receive()) is not None:
                 if message.kind is Kind.HEARTBEAT:
                     values = message.values()
+                    pair.leaving |= bool(values.get("leaving"))  # before it counts as one with all layers
                     pair.loading = bool(values.get("loading"))
-                    pair.leaving |= bool(values.get("leaving"))
+                    pair.relieves = bool(values.get("relieves"))
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 elif (handover := reader.take(message, self._cache)) is not None:
@@ -139,52 +123,96 @@ class SourceEngine(TorchEngine):
 
     def _run_next_step(self) -> bool:
         if not self._pairs:
+            self._backlog.clear()  # its prompts are still in the scheduler
             return super()._run_next_step()
         worked = False
         for pair in list(self._pairs):
             if time.monotonic() - pair.channel.last_received_at > self.plan.silent_s:
                 self._lose(pair, EngineError(f"it has been silent for {self.plan.silent_s:g} s"))
             elif pair.arrived:
-                self._finish_or_lose(pair, pair.arrived.popleft())
+                self._take_back(pair, pair.arrived.popleft())
                 worked = True
-        busy = {span.sequence for pair in self._pairs for batch in pair.offered.values() for span in batch.spans}
+        batches = [*self._backlog, *(batch for pair in self._pairs for batch in pair.offered.values())]
+        busy = {span.sequence for batch in batches for span in batch.spans}
         staying = [pair for pair in self._pairs if not pair.leaving]
         # A prompt does not wait for layers that somebody has. Without such a partner, this instance is relieved by one
         # that loads, and so computes at most a step at once.
-        loaded = [pair for pair in staying if not pair.loading]
-        helpful = loaded or staying
+        loaded = self._loaded()
         spans = self._scheduler.schedule(busy, whole=self._most_whole if loaded else 0)
-        whole = [span for span in spans if _is_whole_prompt(span)] if helpful else []
+        whole = [span for span in spans if _is_whole_prompt(span)] if staying else []
         ours = [span for span in spans if span not in whole]
-        for group in grouped(whole):
-            self._offer(min(helpful, key=lambda pair: pair.tokens), group)
+        self._backlog += [self._batch(group) for group in grouped(whole)]
+        if loaded:
+            self._deal(loaded)
+        elif staying:
+            while self._backlog:
+                self._offer(_idlest(staying), self._backlog.popleft())
+        else:
+            self._backlog.clear()
         if ours:
             self._step(ours)
         for pair in list(self._pairs):
             self._pull_or_release(pair)
         return worked or bool(spans)
 
-    def _pull_or_release(self, pair: _Pair) -> None:
+    def _loaded(self) -> list[Pair]:
+        """Return the partners that have all layers, and stay."""
+        return [pair for pair in self._pairs if not pair.leaving and not pair.loading]
+
+    def _relieving(self) -> list[Pair]:
+        """Return the partners that load, and run first layers for those that have all."""
+        return [pair for pair in self._pairs if pair.relieves and pair.loading and not pair.leaving]
+
+    def _deal(self, loaded: list[Pair]) -> None:
+        """Give the prompts that wait here to partners with all layers, as soon as these are idle.
+
+        Beside one that relieves them they get them from its queue, in which batches gain layers while they wait.
+        """
+        relieving = self._relieving()
+        while self._backlog:
+            queued = any(pair.offered for pair in relieving)
+            takers = [] if queued else [pair for pair in loaded if not pair.is_busy]
+            takers = takers or [pair for pair in relieving if not pair.is_full]
+            if not takers:
+                break
+            self._offer(_idlest(takers), self._backlog.popleft())
+
+    def _pull_or_release(self, pair: Pair) -> None:
         """Pull the partner's next batch, or part with it."""
-        if pair.offered and not pair.pulled and not pair.arrived:
+        waits = pair.relieves and pair.loading and not pair.leaving and self._are_busy()
+        if pair.offered and not pair.pulled and not pair.arrived and not waits:
             pair.pulled = pair.due = True
             self._send(pair, Message(Kind.PULL, self.plan.number))
         elif pair.leaving and not pair.offered:
             self._release_pair(pair)
 
-    def _send(self, pair: _Pair, message: Message) -> None:
+    def _are_busy(self) -> bool:
+        """Return whether all partners with all layers have enough to do, with what has been pulled for them."""
+        loaded = self._loaded()
+        coming = sum(pair.pulled or bool(pair.arrived) for pair in self._relieving())
+        return bool(loaded) and sum(not pair.is_busy for pair in loaded) <= coming
+
+    def _send(self, pair: Pair, message: Message) -> None:
         try:
             pair.channel.send(message)
         except EngineError as error:
             self._lose(pair, error)
 
-    def _offer(self, pair: _Pair, spans: list[Span]) -> None:
+    def _batch(self, spans: list[Span]) -> Batch:
         number, self._next_batch = self._next_batch, self._next_batch + 1
-        batch = Batch(number, spans, [span.sequence.blocks for span in spans], time.monotonic_ns())
-        pair.offered[number] = batch
-        self._send(pair, offer(self.plan.number, batch))
+        return Batch(number, spans, [span.sequence.blocks for span in spans], time.monotonic_ns())
 
-    def _take(self, pair: _Pair, handover: Handover) -> None:
+    def _offer(self, pair: Pair, batch: Batch) -> None:
+        alive = batch.alive
+        if not alive:
+            return
+        if len(alive) < len(batch.spans):  # some prompts were cancelled, or have lost their blocks
+            batch = batch._replace(spans=alive, tables=[span.sequence.blocks for span in alive])
+        pair.offered[batch.number] = batch
+        for message in offer(self.plan.number, batch):
+            self._send(pair, message)
+
+    def _take(self, pair: Pair, handover: Handover) -> None:
         if pair in self._pairs:
             pair.pulled = False
             pair.arrived.append(handover)
@@ -193,38 +221,58 @@ class SourceEngine(TorchEngine):
         # A partner's batch may arrive at any moment, and does not wait for anything.
         return not self._pairs and super()._use_idle_time()
 
-    def _finish_or_lose(self, pair: _Pair, handover: Handover) -> None:
+    def _take_back(self, pair: Pair, handover: Handover) -> None:
+        """Run the rest of a batch, or let a partner with all layers do that."""
+        loaded = self._loaded()
         try:
-            self._finish(pair, handover)
+            if loaded and handover.done < self.layers.total:
+                self._pass_on(pair, handover, _idlest(loaded))
+            else:
+                self._finish(pair, handover)
         except RuntimeError as error:
             if not is_full(error):
                 raise
             self._lose(pair, step_error(error))  # its prompts are computed here, in smaller steps
 
-    def _finish(self, pair: _Pair, handover: Handover) -> None:
-        """Run the layers of a batch that the target has not run, and sample its tokens."""
+    def _receive(self, pair: Pair, handover: Handover) -> Batch | None:
+        """Keep the keys and values of a batch. Return what is left of it, with its hidden states; None: nothing."""
         batch = pair.offered.pop(handover.number, None)
         if batch is None:
-            return
-        lengths = [span.stop for span in batch.spans]
-        if handover.caches and [parts[0].shape[2] for parts in handover.caches] != lengths:
+            return None
+        if handover.caches and [parts[0].shape[2] for parts in handover.caches] != batch.lengths:
             self._lose(pair, EngineError("it handed over other prompts than it was offered"))
-            return
+            return None
         if handover.hidden is not None and not self._is_ours(handover.hidden):
             self._lose(pair, EngineError("it handed over hidden states of another size or type than this model's"))
-            return
-        alive = batch.alive
-        if not alive:
-            return
+            return None
         rows: list[int] = []
         row = 0
         for index, (sequence, _, stop) in enumerate(batch.spans):
             if sequence.blocks is batch.tables[index]:
                 rows += range(row, row + stop)
                 if handover.caches:
-                    read_in(self._cache, sequence, handover.caches[index])
+                    read_in(self._cache, sequence, handover.caches[index], batch.done)
             row += stop
+        alive = batch.alive
+        if not alive:
+            return None
         hidden = handover.hidden if handover.hidden is None or len(rows) == row else handover.hidden[rows]
+        tables = [span.sequence.blocks for span in alive]
+        return batch._replace(spans=alive, tables=tables, done=handover.done, hidden=hidden)
+
+    def _pass_on(self, pair: Pair, handover: Handover, onto: Pair) -> None:
+        """Have another partner go on with a batch. The keys and values of its first layers stay here."""
+        batch = self._receive(pair, handover)
+        if batch is not None:
+            self.layers_relieved += batch.done
+            self._offer(onto, batch)
+
+    def _finish(self, pair: Pair, handover: Handover) -> None:
+        """Run the layers of a batch that targets have not run, and sample its tokens."""
+        batch = self._receive(pair, handover)
+        if batch is None:
+            return
+        alive, hidden = batch.alive, batch.hidden
         forward, total = self.runner.forward(alive, hidden), self.layers.total
         last = max(total - 1, handover.done)
         forward.run_layers(handover.done, last)
@@ -243,14 +291,14 @@ class SourceEngine(TorchEngine):
     def _is_ours(self, hidden: Tensor) -> bool:
         return hidden.shape[1] == self._model.config.hidden_size and hidden.dtype == self._dtype
 
-    def _lose(self, pair: _Pair, error: MedusaError) -> None:
+    def _lose(self, pair: Pair, error: MedusaError) -> None:
         """Go on without a partner. The prompts that it was offered are still in the scheduler."""
         if pair in self._pairs:
             logger.warning("a partner is lost: %s; going on without it", error)
             self._timeline.mark("unpaired", reason=str(error))
             self._remove_pair(pair)
 
-    def _release_pair(self, pair: _Pair) -> None:
+    def _release_pair(self, pair: Pair) -> None:
         """Release a partner that has handed over everything. From here on both are instances."""
         try:
             pair.channel.send(json_message(Kind.RELEASE, self.plan.number, {"as": "instance"}))
@@ -260,11 +308,15 @@ class SourceEngine(TorchEngine):
         self._timeline.mark("unpaired", reason="both are instances")
         self._remove_pair(pair)
 
-    def _remove_pair(self, pair: _Pair) -> None:
+    def _remove_pair(self, pair: Pair) -> None:
         self._pairs.remove(pair)
         self._free_slots.release()
         pair.heartbeats.close()
         pair.channel.close()
+
+
+def _idlest(pairs: list[Pair]) -> Pair:
+    return min(pairs, key=lambda pair: pair.tokens)
 
 
 def _is_whole_prompt(span: Span) -> bool:

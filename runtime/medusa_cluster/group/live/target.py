@@ -21,12 +21,13 @@ from medusa_runtime.engine.torch.runner import Forward
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+from torch import Tensor
 
 from ..identity import Heartbeats, identity_of
 from ..plan import GroupPlan, PlanFile
 from ..wire.channel import TcpChannel, connect, error_of
 from ..wire.message import Kind, Message
-from .handover import prompts_of, read_out, send_cache, send_handover
+from .handover import offered, read_out, send_cache, send_handover
 from .layer_queue import layer_queue
 from .source import SourceEngine
 
@@ -88,10 +89,15 @@ class TargetEngine(SourceEngine):
 
 
 class _Prefill:
-    """A batch under way: its prompts, in the target's own blocks, and its forward pass through the layers so far."""
+    """A batch under way: its prompts, in the target's own blocks, and its forward pass through the layers so far.
 
-    def __init__(self, number: int, prompts: list[list[int]]) -> None:
+    ``done`` layers have run elsewhere, with the result ``hidden``.
+    """
+
+    def __init__(self, number: int, prompts: list[list[int]], done: int) -> None:
         self.number = number  # the source's number of the batch
+        self.done = done
+        self.hidden: Tensor | None = None
         self.spans = [Span(_sequence(prompt), 0, len(prompt)) for prompt in prompts]
         self.forward: Forward | None = None
         self.parts: list[int] = []  # for each sending of keys and values, the number of layers
@@ -106,6 +112,7 @@ class _Helper:
         self._queue = layer_queue(target.plan.queue, target.layers.total)
         self._prefills: dict[int, _Prefill] = {}  # by the queue's number of the batch
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._announced: _Prefill | None = None  # its hidden states come next
         self._pull = False
         self._channel: TcpChannel | None = None
         self._heartbeats: Heartbeats | None = None
@@ -139,7 +146,8 @@ class _Helper:
     def _state(self) -> dict[str, Any]:
         """Return what the source is told of this target, a few times a second.
 
-        ``loading``: it lacks layers. ``leaving``: it wants to be released.
+        ``loading``: it lacks layers. ``leaving``: it wants to be released. ``relieves``: while it loads, it runs first
+        layers for others that prefill.
         """
         loaded = self._target._loader.applied
         if self._plan.mode == "live":
@@ -147,7 +155,7 @@ class _Helper:
         if loaded and not self._prefilling:
             self._prefilling = True
             self._target._timeline.mark("prefilling")
-        return {"loading": not loaded, "leaving": self._is_released()}
+        return {"loading": not loaded, "leaving": self._is_released(), "relieves": self._plan.relieves}
 
     def _is_released(self) -> bool:
         """Return whether the group's file says that this target shall be an instance."""
@@ -167,13 +175,32 @@ class _Helper:
             if message is None:
                 raise EngineError("the connection to the source broke")
             if message.kind is Kind.OFFER:
-                self._prefills[self._queue.add()] = _Prefill(message.step, prompts_of(message))
+                self._take_offer(message)
+            elif message.kind is Kind.HIDDEN:
+                self._take_hidden(message)
             elif message.kind is Kind.PULL:
                 self._pull = True
             elif message.kind is Kind.ERROR:
                 raise error_of(message)
             elif message.kind is Kind.RELEASE:
                 return False
+
+    def _take_offer(self, message: Message) -> None:
+        prefill = _Prefill(message.step, *offered(message, self._target.layers.total))
+        if prefill.done:
+            self._announced = prefill
+        else:
+            self._prefills[self._queue.add()] = prefill
+
+    def _take_hidden(self, message: Message) -> None:
+        """Take the hidden states of a batch of which another instance has run the first layers."""
+        prefill, self._announced = self._announced, None
+        hidden, config = message.tensor(), self._target._model.config
+        tokens = 0 if prefill is None else sum(span.stop for span in prefill.spans)
+        if prefill is None or hidden.shape != (tokens, config.hidden_size) or hidden.dtype != self._target._dtype:
+            raise EngineError("expected the hidden states of a batch that was offered before, found others")
+        prefill.hidden = hidden
+        self._prefills[self._queue.add(prefill.done)] = prefill
 
     def _run_layer(self, batch: int) -> bool:
         """Run the next layer of a batch. Return False if there is no room for its keys and values."""
@@ -185,7 +212,8 @@ class _Helper:
                 return False
             for span, count in zip(prefill.spans, needed, strict=True):
                 span.sequence.blocks, blocks = blocks[:count], blocks[count:]
-            prefill.forward = target.runner.forward(prefill.spans)
+            prefill.forward = target.runner.forward(prefill.spans, prefill.hidden)
+            prefill.hidden = None
         done = self._queue.done(batch)
         prefill.forward.run_layers(done, done + 1)
         self._queue.layer_done(batch)
@@ -204,9 +232,9 @@ class _Helper:
         if batch is None:
             return
         self._pull = False
-        prefill, done = self._prefills.pop(batch), self._queue.done(batch)
+        prefill = self._prefills.pop(batch)
         lengths = [span.stop for span in prefill.spans]
-        hidden = prefill.forward.hidden() if done and prefill.forward is not None else None
+        hidden = prefill.forward.hidden() if prefill.parts and prefill.forward is not None else None
         send_handover(channel, self._plan.number, prefill.number, prefill.parts, lengths, hidden)
         self._free(prefill)
 
