@@ -69,6 +69,26 @@ def test_one_decodes_and_has_the_requests_and_another_one_prefills_for_it(run: R
     run(scenario, "n1", "n2", "n3")
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_with_live_scaling_one_more_relieves_those_that_prefill_while_it_loads(run: Run, live: bool) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster, live_scaling=live, max=2)
+        for node in net.nodes.values():
+            node.arrives = True
+
+        def more() -> Any:
+            return [one for one in confirmed(cluster, "prefill", helping=True) if one.id != prefill.id]
+
+        found = await asked(cluster, more, running=8, waiting=24)
+        assert [(one.helps, starts(net)[one.id]["relieves"]) for one in found] == [(decode.id, live)]
+        assert not starts(net)[prefill.id].get("relieves")
+        assert "relieves" not in starts(net)[decode.id]
+        texts = [event["text"] for event in cluster.state.events if event["kind"] == "live"]
+        assert ["layers that it has" in text for text in texts] == [False, live]
+
+    run(scenario, "n1", "n2", "n3", "n4", "n5")
+
+
 def test_without_a_place_for_both_one_does_both(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         await cluster.answer({"op": "deploy", "arguments": MODEL})
@@ -204,7 +224,6 @@ def test_a_new_controller_knows_who_does_what(run: Run) -> None:
     [
         ({"disaggregated": 1}, "disaggregated: expected true or false, found 1"),
         ({"engine": "vllm"}, "disaggregated: expected the engine torch without adapters, found the engine vllm"),
-        ({"live_scaling": True}, "expected one of live_scaling and disaggregated, found both"),
     ],
 )
 def test_what_cannot_be_apart_is_refused(run: Run, given: dict[str, Any], named: str) -> None:

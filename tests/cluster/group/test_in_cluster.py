@@ -127,6 +127,34 @@ def test_prefill_and_decode_apart_answer_as_one_instance_also_when_either_is_los
         cluster.end()
 
 
+@pytest.mark.parametrize("victim", ["loading", "loaded"])
+def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_lost(victim: str) -> None:
+    with Laboratory(4, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = ClusterWithoutRay(lab)
+        url = _started(cluster)
+        settings = cluster.settings | {"max_concurrency": "4"}
+        cluster.deploy("m", max=2, disaggregated=True, live_scaling=True, settings=settings)
+        alone = completion(url)
+
+        def relieving() -> list[Any]:
+            said = [event for event in cluster.status()["events"] if "at first with the layers" in event["text"]]
+            return [item for item in _shown(cluster) if any(item["id"] in event["text"] for event in said)]
+
+        with _clients(url, alone):
+            until(relieving, cluster.told)
+            loading = relieving()[0]
+            until(lambda: "paired" in _marks(cluster, loading["helps"]), cluster.told)
+            loaded = next(item for item in _shown(cluster) if item["helps"] and item["id"] != loading["id"])
+            lost = (loading if victim == "loading" else loaded)["id"]
+            places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
+            _stop_instance(lab, places[lost])
+            until(lambda: lost not in [item["id"] for item in _shown(cluster)], cluster.told)
+            until(lambda: len([item for item in _shown(cluster) if item["helps"]]) > 0, cluster.told)
+        cluster.call("remove", name="m")
+        until(lambda: not _shown(cluster), cluster.told)
+        cluster.end()
+
+
 def test_an_instance_that_prefills_is_ended_while_prompts_run_and_no_request_is_lost() -> None:
     """Its node drains: it hands over what it has begun, and another one prefills."""
     with Laboratory(3, GROUP_LINK, origin={"m": EXAMPLE}) as lab:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--live-scaling",
         action="store_true",
         help="under load, a new instance helps a running one while its own layers arrive; "
-        "with --ttft-slo only where first tokens would else be late",
+        "with --ttft-slo only where first tokens might else be late",
     )
     parser.add_argument(
         "--disaggregated",
