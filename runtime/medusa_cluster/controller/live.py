@@ -117,19 +117,22 @@ class Live:
     async def _separate(self, new: KnownInstance, partner: str | None) -> dict[str, Any]:
         """Plan an instance that prefills or decodes. One that finds nobody to prefill for decodes, too.
 
-        One that the policy wants to relieve another one that prefills does that for all of them, with live scaling:
-        their prompts wait with the one that decodes.
+        With live scaling, one that the policy wants to relieve another one that prefills does so for all those that
+        prefill for the same instance, with which their prompts wait.
         """
         place = await self._place(new)
         if new.role == "prefill":
+            relieved = self._state.instances.get(partner or "")
+            live = self._state.deployments[new.model].live_scaling
+            first = relieved.helps if relieved is not None and live else None
             deadline = time.monotonic() + _MEETS_S
-            while (found := self._decoding(new)) and found[0].meets is None and time.monotonic() < deadline:
+            while (found := self._decoding(new, first)) and found[0].meets is None and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_S)
                 if not self._state.is_wanted(new):
                     break
             source = next((item for item in found if item.meets is not None), None)
             if source is not None and source.meets is not None:
-                relieves = partner is not None and self._state.deployments[new.model].live_scaling
+                relieves = source.id == first
                 how = "by prefilling for it" + (", at first with the layers that it has" if relieves else "")
                 return self._help(new, source, source.meets, how) | {"listen": place, "relieves": relieves}
         new.role = "decode"
@@ -157,10 +160,11 @@ class Live:
         ]  # fmt: skip
         return max(able, key=lambda item: (item.id == partner, item.running), default=None)
 
-    def _decoding(self, new: KnownInstance) -> list[KnownInstance]:
+    def _decoding(self, new: KnownInstance, first: str | None) -> list[KnownInstance]:
         """Return the instances that a new one can prefill for, those first that can be met, and have the fewest others.
 
-        Among them are those that start, or have just been told to decode, and will have a place to be met in a moment.
+        ``first`` comes before all others. Among them are those that start, or have just been told to decode, and will
+        have a place to be met in a moment.
         """
         helpers = [item.helps for item in self._state.instances.values() if item.helping]
         able = [
@@ -172,7 +176,10 @@ class Live:
         # Of those with the fewest, not the one that is the next to end: the youngest one without requests.
         return sorted(
             able,
-            key=lambda item: (item.meets is None, helpers.count(item.id), item.deserted, -item.running, item.since),
+            key=lambda item: (
+                *(item.id != first, item.meets is None, helpers.count(item.id)),
+                *(item.deserted, -item.running, item.since),
+            ),
         )
 
     def _alike(self, new: KnownInstance) -> list[KnownInstance]:
