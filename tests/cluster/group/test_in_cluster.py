@@ -135,7 +135,7 @@ def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_l
         flags = {"disaggregated": True, "live_scaling": True, "settings": cluster.settings | {"max_concurrency": "4"}}
         cluster.deploy("m", max=1, **flags)
         alone = completion(url)
-        loaded = _wait_prefilling(cluster)["id"]
+        prefill = _wait_prefilling(cluster)
         cluster.deploy("m", max=2, **flags)
 
         def relieving() -> list[Any]:
@@ -145,9 +145,8 @@ def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_l
         with _clients(url, alone):
             until(relieving, cluster.told)
             loading = relieving()[0]
-            until(lambda: _marks(cluster, loading["helps"]).count("paired") > 1, cluster.told)
-            time.sleep(2)  # with prompts of which it has run the layers that it has
-            lost = loading["id"] if victim == "loading" else loaded
+            until(lambda: "relieved" in _marks(cluster, prefill["helps"]), cluster.told)
+            lost = loading["id"] if victim == "loading" else prefill["id"]
             places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
             _stop_instance(lab, places[lost])
             until(lambda: lost not in [item["id"] for item in _shown(cluster)], cluster.told)

@@ -264,6 +264,8 @@ class SourceEngine(TorchEngine):
         """Have another partner go on with a batch. The keys and values of its first layers stay here."""
         batch = self._receive(pair, handover)
         if batch is not None:
+            if batch.done and not self.layers_relieved:
+                self._timeline.mark("relieved")
             self.layers_relieved += batch.done
             self._offer(onto, batch)
 
