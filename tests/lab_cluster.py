@@ -137,9 +137,9 @@ class ClusterOfPairsOfGpus(ClusterOfGpus):
     gpus_each = 2
 
 
-def completion(url: str, seed: int | None = None, tokens: int = 24) -> str:
+def completion(url: str, seed: int | None = None, tokens: int = 24, prompt: str = "This function returns") -> str:
     """Return what the gateway at ``url`` answers, greedily or with this seed."""
-    asked: dict[str, Any] = {"model": "m", "prompt": "This function returns", "max_tokens": tokens, "ignore_eos": True}
+    asked: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
     asked |= {"temperature": 0} if seed is None else {"temperature": 1.0, "seed": seed}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}

@@ -38,6 +38,8 @@ pytestmark = [
 ]
 
 _CLIENTS = 12
+_SHORT = "This function returns"
+_LONG = " ".join([_SHORT] * 50)  # takes a second or so over a link
 
 
 @pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay, ClusterOfPairsOfGpus])
@@ -132,9 +134,9 @@ def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_l
     with Laboratory(4, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
         cluster = ClusterWithoutRay(lab)
         url = _started(cluster)
-        flags = {"disaggregated": True, "live_scaling": True, "settings": cluster.settings | {"max_concurrency": "4"}}
+        flags = {"disaggregated": True, "live_scaling": True, "settings": cluster.settings | {"max_concurrency": "8"}}
         cluster.deploy("m", max=1, **flags)
-        alone = completion(url)
+        alone = completion(url, prompt=_LONG)
         prefill = _wait_prefilling(cluster)
         cluster.deploy("m", max=2, **flags)
 
@@ -142,7 +144,7 @@ def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_l
             said = [event for event in cluster.status()["events"] if "at first with the layers" in event["text"]]
             return [item for item in _shown(cluster) if any(item["id"] in event["text"] for event in said)]
 
-        with _clients(url, alone):
+        with _clients(url, alone, _LONG):
             until(relieving, cluster.told)
             loading = relieving()[0]
             until(lambda: "relieved" in _marks(cluster, prefill["helps"]), cluster.told)
@@ -227,11 +229,11 @@ def _marks(cluster: ClusterWithRay, instance: str) -> list[str]:
 
 
 @contextmanager
-def _clients(url: str, alone: str) -> Iterator[None]:
+def _clients(url: str, alone: str, prompt: str = _SHORT) -> Iterator[None]:
     """Let clients ask again and again until the context ends. Each answer has to be ``alone``."""
     ended = threading.Event()
     with ThreadPoolExecutor(_CLIENTS) as pool:
-        asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
+        asked = [pool.submit(_ask_until, ended.is_set, url, prompt) for _ in range(_CLIENTS)]
         try:
             yield
         finally:
@@ -239,12 +241,12 @@ def _clients(url: str, alone: str) -> Iterator[None]:
     assert {text for one in asked for text in one.result()} == {alone}
 
 
-def _ask_until(enough: Callable[[], bool], url: str) -> list[str]:
+def _ask_until(enough: Callable[[], bool], url: str, prompt: str = _SHORT) -> list[str]:
     """Ask again and again, and once more when it is enough; all answers."""
     answers = []
     while not enough():
-        answers.append(completion(url))
-    return [*answers, completion(url)]
+        answers.append(completion(url, prompt=prompt))
+    return [*answers, completion(url, prompt=prompt)]
 
 
 def _shown(cluster: ClusterWithRay) -> list[Any]:
