@@ -14,7 +14,7 @@ from medusa_adapters.bench.bytecode import compile_packages
 from medusa_adapters.bench.coldstart import command as coldstart
 from medusa_adapters.bench.coldstart.command import Samples
 from medusa_adapters.bench.coldstart.contestants import Contestant, Medusa, Question, Sample
-from medusa_adapters.bench.coldstart.rows import make_contestants
+from medusa_adapters.bench.coldstart.rows import check_vllm, make_contestants
 from medusa_adapters.bench.result import Result, Target
 from medusa_adapters.cli.flags import add_common_options
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rows:
         contestants = make_contestants(arguments.rows.split(","), rows, arguments.vllm_python)
     else:
+        check_vllm([arguments.engine], arguments.vllm_python)
         measured_by = [] if arguments.no_yardsticks else yardsticks()
         contestants = [ours, *make_contestants(others, rows), *measured_by]
     for python in {sys.executable, arguments.vllm_python}:

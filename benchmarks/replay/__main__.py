@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_adapters.bench.bytecode import compile_packages
+from medusa_adapters.bench.coldstart.rows import check_vllm
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_cluster.simulation.result import Outcome, percentile
 from medusa_cluster.simulation.trace import Request
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: scenario.requests(name, shape) for name in filter(None, map(str.strip, arguments.scenarios.split(",")))
     }
     names = command_line.names("--systems", arguments.systems.strip("-"), SYSTEMS)
+    check_vllm(names, arguments.vllm_python)
     if arguments.lab and os.geteuid():
         raise ConfigError("--lab: expected to run as root, which can make network namespaces")
     options = Options(

@@ -36,7 +36,19 @@ def as_limit_error(error: BaseException) -> LimitError | None:
     if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT):
         where = "the output" if error.filename is None else error.filename
         return LimitError(f"there is no room left for {where}: a disk, or this user's share of it, is full; make room")
+    if isinstance(error, OSError) and str(error.filename).startswith("/proc/") and not os.path.exists("/proc/self"):
+        return LimitError("expected Linux's /proc, found none; mount it in the container (mount -t proc proc /proc)")
+    if number in (errno.EPERM, errno.ENOSYS) and not _makes_memory_files():
+        return LimitError("memfd_create is forbidden here; allow this system call in the container's seccomp profile")
     return None
+
+
+def _makes_memory_files() -> bool:
+    try:
+        os.close(os.memfd_create("medusa-probe", os.MFD_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def make_room_for_files() -> None:

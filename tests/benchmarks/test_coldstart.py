@@ -65,6 +65,7 @@ def test_steady_state(tmp_path: Path) -> None:
         (("--rows", "torch,tgi"), "vllm-best-baseline"),
         (("--origin", "ftp"), "local, http, s3"),
         (("--rows", "vllm-cold", "--vllm-python", "/nowhere/python"), "/nowhere/python has no vllm"),
+        (("--engine", "vllm", "--vllm-python", "/nowhere/python"), "/nowhere/python has no vllm"),
     ],
 )
 def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:

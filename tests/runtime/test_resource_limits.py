@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from medusa_runtime.resource_limits import as_limit_error
 
 NO_MAP = "libtorch_cpu.so: failed to map segment from shared object"
+WITHOUT_MEMFD = """
+import ctypes, platform, struct, sys
+call = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+code = ((0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))  # EPERM
+filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters)))
+prctl = ctypes.CDLL(None).prctl
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    sys.exit(77)
+from medusa_adapters.cli.main import main
+sys.exit(main())
+"""
 TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 
 
@@ -54,3 +69,28 @@ except RuntimeError as error:
 def test_a_thread_without_address_space_is_not_laid_to_the_number_of_processes_alone() -> None:
     found = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True).stdout
     assert "kB of address space (ulimit -v); raise it" in found
+
+
+@pytest.mark.parametrize("command", [["serve", "--model", "x"], ["node", "--socket", "/nowhere/x"], ["fetch", "x"]])
+def test_a_forbidden_memfd_create_is_named(command: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMFD, *command], capture_output=True, text=True, check=False, timeout=60,
+        cwd=tmp_path,
+    )  # fmt: skip
+    if done.returncode == 77:
+        pytest.skip("this kernel takes no seccomp filter")
+    assert done.stderr.startswith("medusa: memfd_create is forbidden here; allow this system call"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() or not shutil.which("unshare"), reason="needs root and unshare to take /proc away")
+@pytest.mark.parametrize("command", [["serve", "--model", "x"], ["snapshot", "--out", "x"]])
+def test_a_container_without_proc_is_told_so(command: list[str], tmp_path: Path) -> None:
+    script = 'mount -t tmpfs tmpfs /proc; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "medusa_adapters.cli.main", *command],
+        capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stderr.startswith("medusa: expected Linux's /proc, found none; mount it"), done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -33,12 +33,17 @@ def make_contestants(
     for name in names:
         if name not in known:
             raise ConfigError(f"--rows: expected names of {', '.join(known)}, found {name!r}")
+    check_vllm(names, python)
+    return [known[name](python) for name in names]
+
+
+def check_vllm(names: Sequence[str], python: str) -> None:
+    """Raise MissingPackageError if one of the names is about vLLM, and this interpreter has none or is not there."""
     if any(name.startswith("vllm") for name in names) and not has_module(python, "vllm"):
         raise MissingPackageError(
             f"{python} has no vllm: pip install 'medusa-runtime[vllm]' there, or run the command of an environment "
             "that has it"
         )
-    return [known[name](python) for name in names]
 
 
 def has_module(python: str, name: str) -> bool:
