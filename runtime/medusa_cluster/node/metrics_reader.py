@@ -24,12 +24,14 @@ class MetricsReader:
         self._instances = instances
 
     async def run(self) -> None:
-        """Read metrics until cancelled."""
-        async with ClientSession(timeout=ClientTimeout(total=2.0)) as session:
+        """Read metrics until cancelled: of each instance on its own, so that one that hangs holds up no other."""
+        reading: dict[str, asyncio.Task[None]] = {}
+        async with ClientSession(timeout=ClientTimeout(total=2.0)) as session, asyncio.TaskGroup() as tasks:
             while True:
-                # At the same time, so that one that hangs does not hold up the others.
-                busy = [one for one in self._instances.all() if one.running and one.port is not None]
-                await asyncio.gather(*(self._read(session, instance) for instance in busy))
+                reading = {name: task for name, task in reading.items() if not task.done()}
+                for instance in self._instances.all():
+                    if instance.running and instance.port is not None and instance.id not in reading:
+                        reading[instance.id] = tasks.create_task(self._read(session, instance))
                 await asyncio.sleep(_PAUSE_S)
 
     async def _read(self, session: ClientSession, instance: RunningInstance) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node import metrics_reader
 from medusa_cluster.node.instance_page import read_page
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.metrics_reader import MetricsReader, engine_gauges
@@ -94,3 +96,32 @@ def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothin
 
     asyncio.run(run())
     assert used == [0, 0.25, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_an_instance_that_hangs_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_reader, "_PAUSE_S", 0.01)
+    hung, released = [], threading.Event()
+
+    def hang(_: bytes) -> bytes:
+        hung.append(True)
+        released.wait(60)
+        return b""
+
+    async def run(ports: dict[str, int]) -> None:
+        instances = Instances(NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token"))
+        for name, port in ports.items():
+            listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            listening.set_result(port)
+            instances.add(RunningInstance(name, Deployment("m", "/m"), "secret", listening, running=1))
+        reading = asyncio.create_task(MetricsReader(instances).run())
+        async with asyncio.timeout(60):
+            while not hung or len(answering.requests) < 3:
+                await asyncio.sleep(0.02)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    page = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {len(PAGE)}\r\n\r\n{PAGE}".encode()
+    with ScriptedServer(hang) as hanging, ScriptedServer(lambda _: page) as answering:
+        asyncio.run(run({"hanging": hanging.port, "answering": answering.port}))
+        assert len(hung) == 1, "the other one was read three times meanwhile"
+        released.set()
