@@ -112,6 +112,7 @@ class _Connection(asyncio.Protocol):
         self._received_bytes += len(data)
         if (found := beginning.find(_HEAD_END)) >= 0:
             self._end = None
+            self.since = time.monotonic()  # aiohttp's time now; this process may have stood still before
             return size + found <= _HEAD_BYTES
         self._end = beginning[1 - len(_HEAD_END) :]
         return self._received_bytes <= _HEAD_BYTES

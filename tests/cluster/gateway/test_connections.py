@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -169,5 +170,20 @@ def test_of_too_many_connections_without_a_request_the_oldest_is_closed(monkeypa
         assert await made[1][0].read() == b""
         made[2][1].write(HEAD)
         assert (await made[2][0].readuntil(b"answered")).startswith(b"HTTP/1.1 200")
+
+    serve(scenario)
+
+
+def test_a_head_that_was_complete_before_this_process_stood_still_is_answered() -> None:
+    """As while it is stopped, or its machine is: the time that is over then is not the client's."""
+
+    async def scenario(connect: Connect) -> None:
+        for _ in range(10):
+            reader, writer = await connect()
+            writer.write(HEAD[:9])
+            await asyncio.sleep(LIMIT_S / 5)
+            writer.write(HEAD[9:])
+            time.sleep(LIMIT_S * 1.5)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
     serve(scenario)
