@@ -24,7 +24,13 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:"), ("::", "http://[::1]:")]
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:"),
+        ("::1", "http://[::1]:"),
+        ("0.0.0.0", "http://0.0.0.0:"),
+        ("::", "http://[::]:"),
+    ],
 )
 def test_the_url_of_an_address_leads_there(host: str, url: str) -> None:
     with bind(Settings(host=host, port=0)) as listener:

@@ -36,9 +36,8 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL at which the function can be reached from this machine."""
+    """Return the URL at which the function can be reached: at 0.0.0.0 or [::], from other machines, too."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
