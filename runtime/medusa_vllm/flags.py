@@ -89,8 +89,8 @@ def flag_words(settings: Settings) -> list[str]:
         found = shlex.split(settings.vllm_args or "")
     except ValueError as error:
         raise ConfigError(
-            f"MEDUSA_VLLM_ARGS={settings.vllm_args!r} cannot be used: expected flags of vllm serve, quoted as in a "
-            f"shell ({error})"
+            f"MEDUSA_VLLM_ARGS cannot be used: expected flags of vllm serve, quoted as in a shell, found another text: "
+            f"{error}"  # not the text itself, which may have --api-key
         ) from None
     refuse_medusas_own(_names(found))
     return found

@@ -18,6 +18,7 @@ import medusa_cluster  # noqa: F401  makes --engine cluster and --engine group k
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.storage.base import redacted
 
 from .flags import add_common_options, chosen_parser, log_level, warn_of_renamed
 
@@ -210,8 +211,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         meant = _suggestion(flag, list(chosen._option_string_actions))
         if name in _WITH_ENGINE_FLAGS and flag.startswith("--") and (not meant or "vllm" in argv):
             meant += f"{'' if meant else ';'} flags of vllm serve follow behind --: --engine vllm … -- {flag}"
-        chosen.error(f"unrecognized arguments: {' '.join(_before_program(unknown, argv))}{meant}")
+        chosen.error(f"unrecognized arguments: {' '.join(_without_values(_before_program(unknown, argv)))}{meant}")
     return arguments
+
+
+def _without_values(words: Sequence[str]) -> list[str]:
+    """Return the words of flags that are not known without their values, which may be secrets."""
+    shown: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            shown.append(word.partition("=")[0])
+        elif not (shown and shown[-1].startswith("-")):
+            shown.append(redacted(word))
+    return shown
 
 
 def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str]:

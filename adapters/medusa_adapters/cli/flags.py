@@ -11,6 +11,7 @@ from pathlib import Path
 
 from medusa_runtime.config import OPTIONS, parse_option
 from medusa_runtime.errors import ConfigError, json_excerpt
+from medusa_runtime.storage.base import redacted
 
 # Earlier names of flags. They still work, but print a line with the new name.
 RENAMED = {"--timeout": "--timeout-s", "--concurrency": "--max-concurrency"}
@@ -47,7 +48,8 @@ def model_argument(arguments: argparse.Namespace) -> str | None:
     """Return the checkpoint that was given. Raises ConfigError when two were."""
     if arguments.checkpoint is not None and arguments.model is not None:
         raise ConfigError(
-            f"expected one checkpoint, found {arguments.checkpoint!r} and --model {arguments.model!r}; leave one out"
+            f"expected one checkpoint, found {redacted(arguments.checkpoint)!r} and --model "
+            f"{redacted(arguments.model)!r}; leave one out"
         )
     if (arguments.checkpoint or "").endswith(".py"):
         raise ConfigError(f"expected a checkpoint, found {arguments.checkpoint!r}; code is given as --handler FILE")

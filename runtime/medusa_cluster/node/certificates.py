@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from medusa_runtime.errors import ConfigError
 
 from .settings import TlsFiles
 
@@ -37,10 +38,19 @@ def write_certificates(token: str, files: TlsFiles, host: str) -> None:
 
 @cache
 def held_certificates(token: str) -> TlsFiles:
-    """Return the same for a command, which is asked by nobody. The files are in memory, and for this process alone."""
+    """Return the same for a command, which is asked by nobody. The files are in memory, and for this process alone.
+
+    Raises ConfigError where such files are forbidden.
+    """
     paths = []
     for content in _made(token, ()):
-        descriptor = os.memfd_create("medusa-tls")  # open as long as this process
+        try:
+            descriptor = os.memfd_create("medusa-tls")  # open as long as this process
+        except OSError as error:
+            raise ConfigError(
+                f"--tls: expected that memfd_create is allowed, found: {error.strerror}; allow it in the seccomp "
+                "profile, or name certificates with --tls-cert, --tls-key and --tls-ca"
+            ) from None
         os.write(descriptor, content)
         paths.append(Path(f"/proc/self/fd/{descriptor}"))
     return TlsFiles(*paths)

@@ -8,9 +8,11 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from aiohttp import web
@@ -273,13 +275,36 @@ def _lock(settings: NodeServerSettings) -> _Lock:
 
 
 def _renew_certificates(settings: NodeServerSettings) -> None:
-    """Make this start's certificates from the token, or remove an earlier start's, which commands would use."""
-    if settings.makes_certificates and settings.tls is not None:
-        from .certificates import write_certificates  # with a package that others need not have
+    """Make this start's certificates from the token, or remove an earlier start's, which commands would use.
 
-        write_certificates(read_token(str(settings.token_file)), settings.tls, settings.host)
+    Raises ConfigError if something in the way cannot be removed.
+    """
+    folder = TlsFiles.below(settings.folder).key.parent
+    try:
+        if not settings.makes_certificates or not _is_private(folder):
+            _remove(folder)
+        if settings.makes_certificates and settings.tls is not None:
+            from .certificates import write_certificates  # with a package that others need not have
+
+            write_certificates(read_token(str(settings.token_file)), settings.tls, settings.host)
+    except OSError as error:
+        raise ConfigError(f"--dir: {folder} cannot be used: {error.strerror}; remove it") from None
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether this is a folder itself, and no link, that only this user can enter."""
+    with suppress(FileNotFoundError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return False
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with what is in it, but of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        shutil.rmtree(TlsFiles.below(settings.folder).key.parent, ignore_errors=True)
+        path.unlink(missing_ok=True)
 
 
 def serve(settings: NodeServerSettings, show: Callable[[str], None], keeper: KeeperWatch) -> int:

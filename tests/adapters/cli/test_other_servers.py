@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from medusa_adapters.cli.command_line import command_parsers
 from medusa_adapters.cli.other_servers import MEANT
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError
+from medusa_vllm.flags import flag_words
 
 DOCS = Path(__file__).parents[3] / "docs"
 MEDUSA = Path(sys.executable).with_name("medusa")
@@ -44,6 +47,30 @@ def test_the_api_key_of_other_servers_is_no_file_and_is_not_shown(given: tuple[s
     line = refused("serve", "--model", "m", *given)
     assert "unrecognized argument: --api-key; expected --api-key-file, or the variable MEDUSA_TOKEN" in line
     assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("serve", "m", "--hf-token", "s3cret"),
+        ("serve", "m", "--api_key=s3cret", "--bar"),
+        ("serve", "m", "--foo", "x", "--api-key", "s3cret"),
+        ("serve", "--engine", "vllm", "m", "--api-key", "s3cret"),
+        ("serve", "m", "s3://key:s3cret@bucket/m"),
+        ("serve", "m", "--model", "s3://key:s3cret@bucket/m"),
+        ("serve", "s3://key:s3cret@bucket/m", "--model", "m"),
+    ],
+)
+def test_values_of_unknown_flags_and_credentials_in_urls_are_not_shown(given: tuple[str, ...]) -> None:
+    line = refused(*given)
+    assert "--" in line
+    assert "s3cret" not in line
+
+
+def test_flags_of_vllm_that_cannot_be_split_are_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"MEDUSA_VLLM_ARGS cannot be used.*No closing quotation") as refusal:
+        flag_words(Settings(model="m", engine="vllm", vllm_args="--api-key 's3cret"))
+    assert "s3cret" not in str(refusal.value)
 
 
 def test_the_page_about_other_servers_says_the_same() -> None:

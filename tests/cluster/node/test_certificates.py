@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import platform
 import re
 import shutil
 import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +23,14 @@ from aiohttp import web
 from medusa_adapters.cli.cluster import connection
 from medusa_cluster.node.certificates import held_certificates, write_certificates
 from medusa_cluster.node.controller_client import ControllerClient
+from medusa_cluster.node.server import _renew_certificates
 from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
 from medusa_runtime.errors import ClusterError, NoControllerError
 from medusa_runtime.storage.peer_access import PeerAccess
+from seccomp import forbid
 
 TOKEN = "0123456789abcdef"
+MEDUSA = Path(sys.executable).with_name("medusa")
 
 
 def access(folder: Path, token: str, host: str) -> PeerAccess:
@@ -159,3 +165,50 @@ def test_a_node_is_told_why_the_head_does_not_answer(
             await runner.cleanup()
 
     asyncio.run(asked())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the number of memfd_create on x86-64 alone")
+def test_a_command_says_that_files_in_memory_are_forbidden(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    try:
+        ended = subprocess.run(
+            [MEDUSA, "cluster", "status", "--address", "127.0.0.1:1", "--token-file", token, "--tls"],
+            preexec_fn=lambda: forbid(319, errno.EPERM),
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    except subprocess.SubprocessError:
+        pytest.skip("this kernel takes no seccomp filter")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("medusa: --tls: expected that memfd_create is allowed")
+
+
+@pytest.mark.parametrize("found", ["open", "link", "dangling", "file", "folder"])
+@pytest.mark.parametrize("makes", [True, False])
+def test_what_lies_in_the_place_of_the_certificates_is_replaced(tmp_path: Path, found: str, makes: bool) -> None:
+    """A folder that others can write, or a link to one: keys would be read, or exchanged, there."""
+    folder, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    tls = TlsFiles.below(folder)
+    place = tls.key.parent
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "node.key").write_text("another's")
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    if found in ("open", "folder"):
+        (place / "node.key" if found == "folder" else place).mkdir(parents=True)
+        place.chmod(0o777)
+    elif found == "file":
+        place.touch()
+    else:
+        place.symlink_to(elsewhere if found == "link" else tmp_path / "none")
+    settings = NodeServerSettings("n", folder, "127.0.0.1", token, tls=tls if makes else None, makes_certificates=makes)
+    _renew_certificates(settings)
+    assert [path.name for path in elsewhere.iterdir()] == ["node.key"]
+    assert (elsewhere / "node.key").read_text() == "another's"
+    assert os.path.lexists(place) == makes
+    if makes:
+        assert stat.S_IMODE(place.lstat().st_mode) == 0o700
+        assert settings.access().tls
