@@ -24,7 +24,7 @@ from .forwarding import Forwarder
 from .settings import NodeServerSettings
 
 _LARGEST_CALL_BYTES = 16 << 20
-_HEAD_S = 10.0  # for the head of a request, since a client can begin one without the token
+_HEAD_S = 10.0  # for the TLS handshake, and for the head of a request: a client can begin both without the token
 
 
 class NodeHttpServer:
@@ -72,7 +72,12 @@ class NodeHttpServer:
         host, port = self._settings.host, self._settings.data_port
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                connections, host, port, ssl=self._access.server_context(), backlog=1024
+                connections,
+                host,
+                port,
+                ssl=self._access.server_context(),
+                ssl_handshake_timeout=_HEAD_S if self._access.tls else None,
+                backlog=1024,
             )
         except OSError as error:
             raise ConfigError(

@@ -21,13 +21,18 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from medusa_adapters.cli.cluster import connection
+from medusa_cluster.node import http_server
 from medusa_cluster.node.certificates import held_certificates, write_certificates
 from medusa_cluster.node.controller_client import ControllerClient
+from medusa_cluster.node.forwarding import Forwarder
+from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.server import _renew_certificates
 from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
 from medusa_runtime.errors import ClusterError, NoControllerError
 from medusa_runtime.storage.peer_access import PeerAccess
 from seccomp import forbid
+
+from benchmarks.ports import free_port
 
 TOKEN = "0123456789abcdef"
 MEDUSA = Path(sys.executable).with_name("medusa")
@@ -212,3 +217,24 @@ def test_what_lies_in_the_place_of_the_certificates_is_replaced(tmp_path: Path, 
     if makes:
         assert stat.S_IMODE(place.lstat().st_mode) == 0o700
         assert settings.access().tls
+
+
+def test_a_handshake_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_S", 0.4)
+    peer_access = access(tmp_path / "n", TOKEN, "127.0.0.1")
+    settings = NodeServerSettings("n", tmp_path / "n", "127.0.0.1", tmp_path / "n" / "token", data_port=free_port())
+
+    async def held() -> None:
+        line, instances = ControllerClient(settings, peer_access), Instances(settings)
+        server = http_server.NodeHttpServer(settings, peer_access, Forwarder(instances), line, ())
+        await server.start()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", settings.data_port)
+            writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a client's hello
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+        finally:
+            await server.close()
+            await line.close()
+
+    asyncio.run(held())

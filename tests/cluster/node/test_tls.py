@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cluster_nodes import MEDUSA, MODEL, ClusterNode, environment
+from medusa_cluster.node.settings import RAY_PORTS
 from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -75,8 +76,13 @@ def test_nodes_make_certificates_from_the_token(tmp_path: Path) -> None:
         # A model's weights travel from the head, and the second node serves them.
         assert head.medusa("deploy", "tiny", "--model", str(MODEL), "--min", "2", "--max", "2").returncode == 0
         until(lambda: "tiny: 2 of 2 to 2 instances" in head.medusa("status").stdout, head.output)
-        for port in (head.ray_port, head.port):
-            assert _stranger(head.host, port) == b""
+        listening = [port for port in range(head.ray_port, head.ray_port + RAY_PORTS) if _is_open(head.host, port)]
+        assert head.ray_port in listening
+        plain = head.ray_port + 3  # of Ray's agent of runtime environments
+        for port in (*listening, head.port):
+            if port != plain:
+                assert _stranger(head.host, port) == _without_tls(head.host, port) == b""
+        assert _without_tls(head.host, plain).startswith(b"HTTP/1.1 401 ")
         # On a node's machine, a gateway finds the node's certificates; elsewhere it makes its own.
         for where in (["--dir", head.folder], ["--address", second.address, "--token-file", token_file, "--tls"]):
             assert _answer_of_a_gateway(*where)["choices"][0]["text"]
@@ -114,6 +120,20 @@ def _is_ready(url: str) -> bool:
 
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def _is_open(host: str, port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, port), timeout=60):
+        return True
+    return False
+
+
+def _without_tls(host: str, port: int) -> bytes:
+    """What a port says to one who sends a request of plain HTTP, without the token."""
+    with contextlib.suppress(ConnectionError), socket.create_connection((host, port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n")
+        return connection.recv(100)
+    return b""
 
 
 def _stranger(host: str, port: int) -> bytes:
