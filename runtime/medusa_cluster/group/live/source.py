@@ -208,7 +208,7 @@ class SourceEngine(TorchEngine):
             return
         if len(alive) < len(batch.spans):  # some prompts were cancelled, or have lost their blocks
             batch = batch._replace(spans=alive, tables=[span.sequence.blocks for span in alive])
-        pair.offered[batch.number] = batch
+        pair.offered[batch.number] = batch._replace(hidden=None)  # it has left
         for message in offer(self.plan.number, batch):
             self._send(pair, message)
 
