@@ -31,7 +31,10 @@ _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # o
 
 
 def write_certificates(token: str, files: TlsFiles, host: str) -> None:
-    """Write the authority's certificate, and a new one for ``host`` with its key, for this user alone."""
+    """Write the authority's certificate, and a new one for ``host`` with its key, for this user alone.
+
+    Raises ConfigError for a ``host`` that no certificate can name.
+    """
     for path, content in zip(files, _made(token, (host,)), strict=True):
         _write(path, content)
 
@@ -106,6 +109,10 @@ def _alternative(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not host.isascii():
+            raise ConfigError(
+                f"--host: expected an address, or a name in ASCII (as xn--…), for a certificate, found {host!r}"
+            ) from None
         return x509.DNSName(host)
 
 

@@ -28,7 +28,7 @@ from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.server import _renew_certificates
 from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
-from medusa_runtime.errors import ClusterError, NoControllerError
+from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError
 from medusa_runtime.storage.peer_access import PeerAccess
 from seccomp import forbid
 
@@ -187,6 +187,11 @@ def test_a_command_says_that_files_in_memory_are_forbidden(tmp_path: Path) -> No
         pytest.skip("this kernel takes no seccomp filter")
     assert ended.returncode == 2
     assert ended.stderr.startswith("medusa: --tls: expected that memfd_create is allowed")
+
+
+def test_a_name_that_no_certificate_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--host: expected an address, or a name in ASCII"):
+        access(tmp_path / "n", TOKEN, "nöde.example")
 
 
 @pytest.mark.parametrize("found", ["open", "link", "dangling", "file", "folder"])
