@@ -42,7 +42,7 @@ class Gemma3Config(LlamaConfig):
                 "the torch engine does not compute; expected another model, or --engine vllm"
             )
         defaults = {"head_dim": 256, "hidden_act": fields.get("hidden_activation") or "gelu_pytorch_tanh"}
-        given = {name: value for name, value in fields.raw.items() if value is not None}
+        given = {name: value for name, value in fields.raw.items() if value is not None and name != "rope_scaling"}
         ropes = {kind: _rope(fields, kind) for kind in _KINDS}
         named = Fields(defaults | given | {"rope_parameters": ropes["full_attention"]}, fields.where)
         llama = LlamaConfig.read(architecture, named)
@@ -70,18 +70,20 @@ class Gemma3Config(LlamaConfig):
 
 
 def _rope(fields: Fields, kind: str) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of a kind of layers, from those of each kind, or from the older keys."""
-    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
-    found = fields.get(key) or {}
-    if not isinstance(found, dict):
-        raise fields.error(key, "an object", found)
-    if key == "rope_parameters":
-        found = found.get(kind) or {}
-        if not isinstance(found, dict):
-            raise fields.error(key, f"an object with an object {kind}", found)
-    elif kind == "sliding_attention":
-        found = {}
-    return {"rope_theta": fields.get(_THETA_NAMES[kind]) or _THETAS[kind]} | found
+    """Return the ``rope_parameters`` of a kind of layers, from those of each kind, and from the older keys."""
+    found: dict[str, Any] = {"rope_theta": fields.get(_THETA_NAMES[kind]) or _THETAS[kind]}
+    for key in ("rope_parameters", "rope_scaling"):
+        added = fields.get(key) or {}
+        if not isinstance(added, dict):
+            raise fields.error(key, "an object", added)
+        if key == "rope_parameters":
+            added = added.get(kind) or {}
+            if not isinstance(added, dict):
+                raise fields.error(key, f"an object with an object {kind}", added)
+        elif kind == "sliding_attention":
+            added = {}
+        found |= added
+    return found
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

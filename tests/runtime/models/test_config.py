@@ -89,6 +89,23 @@ def test_old_and_new_forms_of_rope_are_one() -> None:
     assert llama(rope_scaling=None, rope_theta=5000).rope.theta == 5000
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_rope_scaling_that_is_added_to_the_new_form_counts_as_in_transformers(architecture: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    gemma = architecture.startswith("Gemma")
+    default = {"rope_type": "default", "rope_theta": 5e5}
+    raw = LLAMA | {
+        "architectures": [architecture],
+        "rope_parameters": {f"{kind}_attention": dict(default) for kind in ("full", "sliding")} if gemma else default,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config: Any = model_config(raw)
+    made = (transformers.Gemma3TextConfig if gemma else transformers.LlamaConfig)(**raw)  # changes raw
+    expected = made.rope_parameters["full_attention"] if gemma else made.rope_parameters
+    assert {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, "factor": config.rope.factor} == expected
+    assert not gemma or (config.local_rope.kind, config.local_rope.theta) == ("default", 5e5)
+
+
 def test_windows_of_each_layer() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert llama(sliding_window=8).windows == (None,) * 4  # Llama has none, whatever the file says

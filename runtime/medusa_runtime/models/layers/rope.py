@@ -53,11 +53,12 @@ class RopeConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
-        """Read ``rope_parameters`` (transformers 5), or else ``rope_theta`` and ``rope_scaling``.
+        """Read ``rope_scaling`` and ``rope_theta``, or without ``rope_scaling`` ``rope_parameters`` (transformers 5).
 
         Raises ModelError for an unknown kind of rope, and ConfigError for a wrong value.
         """
-        key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+        # The order is that of transformers, so a rope_scaling that somebody adds to a newer file counts.
+        key = "rope_scaling" if fields.get("rope_scaling") or not fields.get("rope_parameters") else "rope_parameters"
         raw = fields.get(key) or {}
         if not isinstance(raw, dict):
             raise fields.error(key, "an object", raw)
