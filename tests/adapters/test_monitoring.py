@@ -68,8 +68,8 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     there = {re.split("[{ ]", line)[0] for line in page.splitlines() if line and not line.startswith("#")}
     labels = {name: set(re.findall(r'(\w+)="', line)) for line in page.splitlines() for name in [line.split("{")[0]]}
     asked = {name for expression in expressions() for name in _METRIC.findall(expression)}
-    # Counters that begin with their first event.
-    later = {"medusa_process_restarts_total"}
+    # A counter that begins with its first event, and gauges of models that a controller has told a gateway of.
+    later = {"medusa_process_restarts_total", "medusa_gateway_waiting", "medusa_gateway_ready_instances"}
     assert asked - there <= later
     for expression in expressions():
         for grouped in re.findall(r"by \(([^)]*)\)", expression):
