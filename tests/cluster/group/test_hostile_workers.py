@@ -19,7 +19,7 @@ from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_cluster.group.gathering import send_blocks
 from medusa_cluster.group.identity import disagreement
-from medusa_cluster.group.live.handover import HandoverReader, prompts_of
+from medusa_cluster.group.live.handover import Batch, HandoverReader, offered
 from medusa_cluster.group.steps import StepReader, ending_spans, forbid, read_scores, read_tokens
 from medusa_cluster.group.wire.channel import Greeting, Listener, connect
 from medusa_cluster.group.wire.handshake import is_answer, make_challenge, make_greeting, read_greeting
@@ -33,6 +33,22 @@ from medusa_runtime.storage.peer_access import PeerAccess
 from waiting import until
 
 GROUP, TOKEN = 7, "the group's secret"
+
+
+def batch(*lengths: int) -> Batch:
+    """An offered batch of prompts with so many tokens."""
+    request = GenerateRequest("a", (), SamplingParams())
+    spans = StepReader(()).read(
+        {
+            "gone": [],
+            "spans": [
+                {"number": number, "start": 0, "stop": length, "tokens": [1] * length, "keep": 0, "blocks": [0],
+                 "prompt": length, "ends": True, "roll": 0.5, "request": frames.request_to_frame(request)}
+                for number, length in enumerate(lengths)
+            ],
+        }
+    )  # fmt: skip
+    return Batch(7, spans, [span.sequence.blocks for span in spans], 0)
 
 
 class Door:
@@ -155,7 +171,7 @@ def test_a_greeting_that_was_recorded_or_changed_opens_nothing(door: Door) -> No
 
 def test_a_partner_fills_no_memory_by_what_it_was_not_offered() -> None:
     cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
-    reader = HandoverReader({7: [3, 2]}.get)
+    reader = HandoverReader({7: batch(3, 2)}.get)
     block = Message(Kind.BLOCK, GROUP, 7, 1, 1, 4, 1, bytearray(16))
     with pytest.raises(MedusaError, match="expected a batch that was offered, found number 8"):
         reader.take(block._replace(step=8), cache)
@@ -167,7 +183,26 @@ def test_a_partner_fills_no_memory_by_what_it_was_not_offered() -> None:
         reader.take(block, cache)
     large = Message(Kind.BLOCK, GROUP, 7, 1, 1, 81, 1, bytearray(324))
     with pytest.raises(MedusaError, match="expected the keys and values of 5 tokens in a batch, found more"):
-        HandoverReader({7: [3, 2]}.get).take(large, cache)
+        HandoverReader({7: batch(3, 2)}.get).take(large, cache)
+
+
+def test_a_batch_that_was_passed_on_comes_back_with_no_layer_twice() -> None:
+    cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
+    block = Message(Kind.BLOCK, GROUP, 7, 1, 1, 6, 4, bytearray(96))  # one layer of three tokens
+    for layers, is_right in ((1, True), (2, False)):
+        reader = HandoverReader({7: batch(3)._replace(done=1)}.get)
+        for _ in range(layers):
+            assert reader.take(block, cache) is None
+        reader.take(json_message(Kind.HANDOVER, GROUP, {"parts": [1] * layers, "lengths": [3]}, step=7), cache)
+        hidden = hidden_states(GROUP, 7, 1, torch.zeros(3, 4))
+        hidden = hidden._replace(body=bytearray(hidden.body))
+        if is_right:
+            found = reader.take(hidden, cache)
+            assert found is not None
+            assert (found.done, len(found.caches[0])) == (2, 1)
+        else:
+            with pytest.raises(MedusaError, match="expected a batch of up to 2 layers"):
+                reader.take(hidden, cache)
 
 
 def test_a_peer_that_takes_no_blocks_is_made_no_further_ones(door: Door) -> None:
@@ -223,7 +258,7 @@ def test_fuzzed_messages_end_in_one_error() -> None:
         json_message(Kind.STEP, GROUP, {"spans": spans, "gone": [3]}, step=1),
         json_message(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]], "scores": [[0, *one_score]]}, step=1),
         json_message(Kind.HEARTBEAT, GROUP, {"sent": 1, "echo": [1, 2], "loaded": True}),
-        json_message(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]]}, step=1),
+        json_message(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]], "done": 2}, step=1),
         json_message(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [2]}, step=1),
         Message(Kind.BLOCK, GROUP, 1, 1, 1, 4, 4, bytearray(64)),
         hidden_states(GROUP, 1, 0, torch.zeros(2, 4)),
@@ -236,7 +271,7 @@ def test_fuzzed_messages_end_in_one_error() -> None:
             message = parse_header(data[:HEADER_BYTES]).message._replace(body=bytearray(data[HEADER_BYTES:]))
         except MedusaError:
             return
-        for reader in (_greeting, _step, _tokens, prompts_of, _handover, Message.tensor, _identity):
+        for reader in (_greeting, _step, _tokens, _offer, _handover, Message.tensor, _identity):
             try:
                 reader(message)
             except MedusaError:
@@ -257,8 +292,12 @@ def test_fuzzed_messages_end_in_one_error() -> None:
         read_scores(message.values(), scored, 8)
         assert all(0 <= token < 8 for token in scored[0].sequence.prompt_scores._token_ids)
 
+    def _offer(message: Message) -> None:
+        _, done = offered(message, 4)
+        assert 0 <= done < 4
+
     def _handover(message: Message) -> None:
-        reader = HandoverReader(lambda number: [2] if number == 1 else None)
+        reader = HandoverReader(lambda number: batch(2) if number == 1 else None)
         reader.take(seeds[5], cache)
         reader.take(seeds[6], cache)
         reader.take(message, cache)
