@@ -21,6 +21,7 @@ from medusa_runtime.engine.serving.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 _PREFIX = "vllm:"
+_KEPT_STEPS = 100  # after so many, samples of adapters that ran or waited together are dropped
 _COUNTED = ("stop", "length", "error")  # requests that are cancelled are not counted, as in vLLM
 
 
@@ -144,12 +145,21 @@ def _logger_class() -> type:
 
     class Logger(PrometheusStatLogger):  # type: ignore[misc]
         described = False
+        steps = 0
 
         def log_engine_initialized(self) -> None:
             """Describe the KV cache, once: vLLM's front end asks for it again."""
             if not self.described:
                 self.described = True
                 super().log_engine_initialized()
+
+        def record(self, *arguments: Any, **options: Any) -> None:
+            """Record a step. vLLM would keep a sample of each list of adapters that ever ran together, for ever."""
+            self.steps += 1
+            lists = getattr(self, "gauge_lora_info", None)
+            if lists is not None and not self.steps % _KEPT_STEPS:
+                lists.clear()
+            super().record(*arguments, **options)
 
     return Logger
 
