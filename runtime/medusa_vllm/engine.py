@@ -222,7 +222,7 @@ class VllmEngine:
     def _vllm_metrics(self) -> str:
         """Return vLLM's metrics; none before the first token, unless no request waits for it."""
         early = not self.loaded or (len(self._requests) > 0 and not self._requests.generated_tokens)
-        if self._statistics is None or early or not self._core.log_stats:
+        if self._statistics is None or early or not getattr(self._core, "log_stats", False):  # or closed already
             return ""
         return self._statistics.page()
 
