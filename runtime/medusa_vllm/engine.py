@@ -58,6 +58,7 @@ class VllmEngine:
     Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves.
     """
 
+    slow_calls = ("stats",)  # vLLM's metrics take milliseconds to write
     mounts_when_idle = True  # vLLM's own HTTP server; False offline, where nobody sends it a request
     mounts_at_start = True  # if flags want it; False where its core comes later
 

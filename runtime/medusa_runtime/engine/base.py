@@ -157,6 +157,8 @@ class Engine(Protocol):
     """Continuous batching over one model. One thread calls ``run``; any thread may call ``add``, ``cancel``, ``stats``.
 
     An encoder's engine also has ``embed`` (``encoder/engine.py``), and one that scores prompts ``with_texts``.
+    Calls that take milliseconds, or wait for another process, may be named in ``slow_calls``: they get threads of their
+    own.
     """
 
     info: EngineInfo

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..errors import EngineError, MedusaError, OverloadedError, RequestError
@@ -23,7 +23,6 @@ _LONG = 1 << 16  # characters or token ids; handling more takes tens of millisec
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 # These wait for forwards or bytes, so they must not hold up the connection, and are given an event that cancels them.
 _CANCELLABLE = ("embed", "wait_adapter")
-_SLOW = "stats"  # an engine may ask a server of its own
 _RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
 # Of one engine. Its client may be a stranger, and a node agent's engine takes process ids of the agent's container.
 _MOST_CONNECTIONS, _MOST_CALLS = 1024, 1024
@@ -150,6 +149,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, engine: Engine, call_threads: _CallThreads, on_close: Any) -> None:
         self._socket = connection
         self._engine = engine
+        self._slow_calls: Collection[str] = getattr(engine, "slow_calls", ())
         self._call_threads = call_threads
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
@@ -284,7 +284,7 @@ class _Connection:
                     except BaseException:
                         self._calls.pop(request_id, None)
                         raise
-                elif frame["method"] == _SLOW or any(map(_is_long, frame["arguments"].values())):
+                elif frame["method"] in self._slow_calls or any(map(_is_long, frame["arguments"].values())):
                     self._call_threads.start("engine-call", self._call, frame)
                 else:
                     self._call(frame)

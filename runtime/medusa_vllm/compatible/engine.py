@@ -44,6 +44,8 @@ _METRIC = re.compile(r"(# (HELP|TYPE) )?vllm:")
 class CompatibleEngine:
     """vLLM's own server as an engine. Construction returns when it answers."""
 
+    slow_calls = ("stats",)  # the server is asked for its metrics
+
     def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
         region.wait_index()
         self._timeline = timeline

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprob
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams, TokenLogprob
 from medusa_runtime.engine.client import EngineClient
 from medusa_runtime.engine.frames import (
     FrameReader,
@@ -26,68 +26,8 @@ from medusa_runtime.engine.frames import (
 )
 from medusa_runtime.engine.server import EngineServer
 from medusa_runtime.errors import EngineError, LimitError, OverloadedError, RequestError
+from spelling_engine import SpellingEngine
 from waiting import until
-
-
-def words_only(text: str) -> list[int]:
-    """Token ids of a tokenizer that knows one word; its library raises bare exceptions for others."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    ids: list[int] = Tokenizer(WordLevel({"known": 0})).encode(text).ids
-    return ids
-
-
-class SpellingEngine:
-    """An engine that answers a prompt with its own letters; 'stall' gets one delta and then nothing more."""
-
-    info = EngineInfo("spelling", "Speller", 256, 64, (0,), 64)
-
-    def __init__(self) -> None:
-        self.cancelled: list[str] = []
-
-    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
-        assert isinstance(request.prompt, str)
-        if request.prompt == "refuse":
-            raise RequestError("prompt: expected anything but 'refuse'")
-        if request.prompt == "unknown":
-            words_only(request.prompt)
-        if request.prompt == "busy":
-            raise OverloadedError("256 requests are waiting", retry_after_s=7.5)
-        if request.prompt.startswith("slow"):  # to tokenize
-            while request.id not in self.cancelled:
-                time.sleep(0.01)
-            return  # and is known from now on: a cancel must come again
-        if request.prompt == "stall":
-            sink(Delta(request.id, "s"))
-            return
-        for letter in request.prompt:
-            sink(Delta(request.id, letter, (ord(letter) % 256,)))
-        sink(Delta(request.id, "", finish_reason="stop", prompt_tokens=1, completion_tokens=len(request.prompt)))
-
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
-
-    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        if text == "unknown":
-            words_only(text)
-        if text == "large":
-            return [10**15] * (4 << 20)
-        while text.startswith("slow") and not self.cancelled:
-            time.sleep(0.01)
-        return list(text.encode())
-
-    def embed(self, inputs: list[str], *, cancelled: threading.Event, **_: Any) -> list[Any]:
-        while not cancelled.wait(0.01):
-            pass
-        self.cancelled += inputs
-        raise EngineError("it was cancelled")
-
-    def detokenize(self, token_ids: list[int]) -> str:
-        return bytes(token_ids).decode()
-
-    def stats(self) -> dict[str, Any]:
-        return {"cancelled": self.cancelled}
 
 
 @pytest.fixture
@@ -459,6 +399,28 @@ def test_an_engine_without_a_server_refuses_such_a_connection(listener: socket.s
     with pytest.raises(RequestError, match="no HTTP server of its own"):
         client.connect_http(lambda: None)
     client.close()
+
+
+def test_a_slow_call_of_an_engine_holds_up_nothing_else(listener: socket.socket) -> None:
+    """Such as the metrics of a vLLM that hangs."""
+    goes_on = threading.Event()
+
+    class Slow(SpellingEngine):
+        slow_calls = ("stats",)
+
+        def stats(self) -> dict[str, Any]:
+            goes_on.wait(60)
+            return super().stats()
+
+    EngineServer(listener, Slow()).start()  # type: ignore[arg-type]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(listener.getsockname())
+        for name, arguments in (("stats", {}), ("detokenize", {"token_ids": [97]})):
+            connection.sendall(pack({"type": "call", "id": name, "method": name, "arguments": arguments}))
+        reader = FrameReader(connection)
+        assert [(reader.read() or {}).get("id") for _ in range(2)] == [None, "detokenize"]
+        goes_on.set()
+        assert (reader.read() or {})["id"] == "stats"
 
 
 def test_slow_calls_and_connections_take_no_more_threads_than_an_engine_has_for_them(
