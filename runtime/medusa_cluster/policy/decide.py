@@ -65,6 +65,7 @@ class Options:
 
 
 _BARRED_S = 600.0  # for which a model that found free GPUs too full takes no share from others
+_MOST_MOVES = 4  # ticks in which instances make room for a model that still finds none, before it is barred
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Memory:
     idle: IdleNodes = field(default_factory=IdleNodes)
     waiting: Mapping[str, Wait] = field(default_factory=dict)  # models that should have an instance and find no place
     barred: Mapping[str, float] = field(default_factory=dict)  # models that take no share from others, until when
+    moves: Mapping[str, int] = field(default_factory=dict)  # waiting models, with the ticks that made room for them
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -133,6 +135,7 @@ class _Tick:
         self._moves = Moves(state, memory.index, self._placement)
         self._stopped: dict[str, str] = {}  # instance → node
         self._unable: set[str] = set()  # models without an instance that could start nowhere if all others ended
+        self._given_room: set[str] = set()  # models for which instances make room in this tick
         self._decisions: list[Decision] = []
 
     def run(self) -> tuple[list[Decision], Memory]:
@@ -162,6 +165,7 @@ class _Tick:
         if requested != self._memory.requested:
             decisions.append(requested)
         waiting = self._waiting(asked)
+        moves = {name: self._memory.moves.get(name, 0) + (name in self._given_room) for name in waiting}
         consolidated = self._memory.consolidated | {group.group for group in groups}
         memory = Memory(
             counted,
@@ -171,7 +175,8 @@ class _Tick:
             requested,
             idle,
             waiting,
-            self._barred(waiting),
+            self._barred(waiting, {name for name, count in moves.items() if count >= _MOST_MOVES}),
+            {name: count % _MOST_MOVES for name, count in moves.items()},
             self._index,
         )
         return decisions, memory
@@ -324,8 +329,10 @@ class _Tick:
             else:
                 node = self._placement.choose(deployment, self._fetches.target(deployment.url))
             if node is None:
-                for instance, reason in self._moves.make_room(deployment, number, self._stopped):
-                    self._stop(instance, reason)
+                if not self._is_barred(deployment.name):
+                    for instance, reason in self._moves.make_room(deployment, number, self._stopped):
+                        self._stop(instance, reason)
+                        self._given_room.add(deployment.name)
                 return
             if count.role == "prefill" and not self._has_partner(deployment, node):
                 return
@@ -349,16 +356,19 @@ class _Tick:
     def _may_start(self, deployment: Deployment) -> bool:
         if not self._placement.may_start(deployment):
             self._unable.add(deployment.name)
-        return deployment.name not in self._unable and self._now_s >= self._memory.barred.get(deployment.name, 0.0)
+        return deployment.name not in self._unable and not self._is_barred(deployment.name)
 
-    def _barred(self, waiting: Mapping[str, Wait]) -> dict[str, float]:
-        """Return the models that take no share from others, and until when.
+    def _is_barred(self, model: str) -> bool:
+        return self._now_s < self._memory.barred.get(model, 0.0)
+
+    def _barred(self, waiting: Mapping[str, Wait], in_vain: set[str]) -> dict[str, float]:
+        """Return the models that get nothing of others, and until when. Instances made room ``in_vain`` for some.
 
         What other programs have of a GPU is not seen while an instance has it. So a model for which free GPUs were too
         full does not get those of others, but starts as soon as some have room.
         """
         barred = {name: at for name, at in self._memory.barred.items() if name in waiting and self._now_s < at}
-        return barred | dict.fromkeys(waiting.keys() & self._unable, self._now_s + _BARRED_S)
+        return barred | dict.fromkeys(waiting.keys() & (self._unable | in_vain), self._now_s + _BARRED_S)
 
     def _has_partner(self, deployment: Deployment, node: str) -> bool:
         """Return whether an instance on this node computes on the same as one that decodes, or there is none yet."""

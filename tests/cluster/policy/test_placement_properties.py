@@ -270,3 +270,32 @@ def test_what_another_program_has_of_a_gpu_is_remembered_while_an_instance_has_i
     assert len(of(StartInstance, log)) <= 2
     assert made.instances("small")
     assert "large" in made.memory.waiting
+
+
+def test_instances_that_make_room_in_vain_are_left_alone() -> None:
+    """Other programs fill a GPU whose instance moves, and the model that waits cannot use it: it came back for ever."""
+    spec = {"n0": [(24, 0), (16, 0), (16, 10), (16, 10)], "n1": [(16, 0), (16, 10)]}
+    nodes, gpus = [], {}
+    for name, found in spec.items():
+        sizes = tuple(size * GB for size, _ in found)
+        nodes.append(
+            Node(
+                name, link_bytes_per_s=100 * GB, memory_bytes=1000 * GB,
+                devices=len(sizes), device_bytes=min(sizes), device_sizes=sizes,
+            )
+        )  # fmt: skip
+        gpus[name] = [Gpu(size * GB, used=used * GB) for size, used in found]
+    small = [model(name, 2 * GB, max=3, devices=1, device="auto") for name in "abc"]
+    cluster = Machines(nodes, gpus, [*small, model("d", 10 * GB, max=3, devices=2, device="auto")])
+    for name in "abcd":
+        cluster.load(name, waiting=1)
+        cluster.run(0.1)
+    for name in "abc":
+        cluster.load(name, running=1)
+    assert len(of(StopInstance, cluster.run(6.0, 0.3))) <= 4
+    assert of(StopInstance, cluster.run(60.0, 0.3)) == []
+    assert "2 GPUs of one node with 7.1 GB free" in cluster.memory.waiting["d"].needs
+    for gpu in gpus["n0"]:
+        gpu.used = 0  # the other programs end
+    cluster.run(3.0, 0.3)
+    assert cluster.instances("d")
