@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
-from medusa_vllm.serving.statistics import Statistics
-from vllm.config.lora import LoRAConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.metrics.stats import SchedulerStats
+pytestmark = pytest.mark.vllm
 
 MODEL = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
 
 def test_lists_of_adapters_do_not_make_the_page_grow() -> None:
+    from medusa_vllm.serving.statistics import Statistics
+    from vllm.config.lora import LoRAConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.metrics.stats import SchedulerStats
+
     config = EngineArgs(model=str(MODEL)).create_engine_config()
     config.lora_config = LoRAConfig(max_loras=8)
     statistics = Statistics(config, "m")

@@ -85,7 +85,7 @@ def test_unknown_commands_and_flags_are_refused() -> None:
     assert "expected a command before --token, such as medusa serve --token …; see" in refused("--token=x", "serve")
     assert "--modle; did you mean --model? see medusa serve --help" in refused("serve", "--modle", "x")
     wrong = refused("deploy", "knative", "f", "--imgae", "x")
-    assert "--imgae x; did you mean --image? see medusa deploy knative --help" in wrong
+    assert "--imgae; did you mean --image? see medusa deploy knative --help" in wrong  # values may be secrets
     assert "is called" not in refused("fetch", "x", "--concurrency", "3")  # which has it under neither name
     assert "found 'x.py'; code is given as --handler" in refused("serve", "x.py")
 
@@ -102,7 +102,7 @@ def test_the_program_behind_a_wrong_flag_is_not_listed() -> None:
 def test_flags_of_vllm_are_sent_behind_the_dashes() -> None:
     behind = "flags of vllm serve follow behind --: --engine vllm … -- "
     for given, meant in (
-        (("--swap-space", "4"), f"--swap-space 4; {behind}--swap-space;"),
+        (("--swap-space", "4"), f"--swap-space; {behind}--swap-space;"),
         (("--enforce-eager", "--engine", "vllm"), f"? {behind}--enforce-eager;"),
     ):
         assert meant in refused("serve", "m", *given)
