@@ -1,4 +1,4 @@
-"""Who takes part in live scaling: new instances that load, and loaded ones that they relieve (BlitzScale §5.2).
+"""The pairs of live scaling: new instances that load, and loaded ones that they relieve (BlitzScale §5.2).
 
 The two are paired only where it is needed: where the first tokens of what waits, and of what comes while the weights
 arrive, might else be later than the TTFT SLO. Without an SLO, or while too little is known to predict that, they are

@@ -26,7 +26,7 @@ _COUNTED = ("stop", "length", "error")  # requests that are cancelled are not co
 
 
 class Progress(NamedTuple):
-    """What a step has given to a sequence: vLLM's output, and why the sequence has ended with it, if it has."""
+    """The result of a step for a sequence: vLLM's output, and why the sequence has ended with it, if it has."""
 
     sequence: Sequence
     output: Any
@@ -34,7 +34,7 @@ class Progress(NamedTuple):
 
 
 class _Request:
-    """What is known of a request: vLLM's state of it, and how many tokens of its prompt came from the prefix cache."""
+    """A request: vLLM's state of it, and how many tokens of its prompt came from the prefix cache."""
 
     __slots__ = ("cached_tokens", "state")
 

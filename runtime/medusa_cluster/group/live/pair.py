@@ -32,12 +32,12 @@ class Pair:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has the next batch already beside its work. What waits there gains no layers meanwhile."""
+        """True while it has its next batch already. What waits behind that one gains no layers meanwhile."""
         return len(self.offered) > 1 and self.tokens >= 2 * BATCH_TOKENS
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many batches as one that relieves others should have at once."""
+        """True if it has as many batches as one that relieves others should have at once."""
         return len(self.offered) >= _MOST_BATCHES
 
 
