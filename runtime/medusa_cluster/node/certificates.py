@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from medusa_runtime.errors import ConfigError
 
+from .private_file import write_private
 from .settings import TlsFiles
 
 _DERIVATION = b"medusa cluster: certificate authority 1"
@@ -35,8 +36,9 @@ def write_certificates(token: str, files: TlsFiles, host: str) -> None:
 
     Raises ConfigError for a ``host`` that no certificate can name.
     """
+    files.key.parent.mkdir(exist_ok=True, mode=0o700)
     for path, content in zip(files, _made(token, (host,)), strict=True):
-        _write(path, content)
+        write_private(path, content)
 
 
 @cache
@@ -114,16 +116,6 @@ def _alternative(host: str) -> x509.GeneralName:
                 f"--host: expected an address, or a name in ASCII (as xn--…), for a certificate, found {host!r}"
             ) from None
         return x509.DNSName(host)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once: a process that reads it meanwhile finds the old or the new one."""
-    path.parent.mkdir(exist_ok=True, mode=0o700)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(content)
-    scratch.rename(path)
 
 
 __all__ = ["held_certificates", "write_certificates"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 from ..group.plan import GroupPlan
+from .private_file import write_private
 from .settings import TlsFiles
 
 
@@ -109,11 +109,7 @@ class GroupWorker:
 
     def write(self, path: Path) -> None:
         """Write the group's file atomically, readable by this user alone, because it has the group's token."""
-        part = path.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            json.dump(asdict(self.plan), file)
-        part.rename(path)
+        write_private(path, json.dumps(asdict(self.plan)).encode())
 
 
 def free_port(host: str) -> int:

@@ -36,6 +36,10 @@ class TlsFiles(NamedTuple):
         """Return where a node has the files that it makes from the cluster's token, in its own folder."""
         return cls(*(folder / "tls" / name for name in ("node.pem", "node.key", "ca.pem")))
 
+    def for_access(self) -> tuple[str, str, str]:
+        """Return the paths as ``PeerAccess.of`` takes them: authority, certificate, key."""
+        return str(self.authority), str(self.certificate), str(self.key)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeServerSettings:
@@ -92,8 +96,7 @@ class NodeServerSettings:
 
     def access(self) -> PeerAccess:
         """Return the token and certificates for calls between nodes. Raises ConfigError if one is bad."""
-        files = () if self.tls is None else (str(self.tls.authority), str(self.tls.certificate), str(self.tls.key))
-        return PeerAccess.of(str(self.token_file), *files)
+        return PeerAccess.of(str(self.token_file), *(() if self.tls is None else self.tls.for_access()))
 
     @property
     def control_socket(self) -> Path:

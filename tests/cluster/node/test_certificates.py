@@ -39,7 +39,7 @@ MEDUSA = Path(sys.executable).with_name("medusa")
 
 
 def access(folder: Path, token: str, host: str) -> PeerAccess:
-    """What a node has that makes its certificates in ``folder``."""
+    """Return the credentials of a node that makes its certificates in ``folder``."""
     folder.mkdir()
     path = folder / "token"
     path.touch(0o600)
@@ -50,7 +50,7 @@ def access(folder: Path, token: str, host: str) -> PeerAccess:
 
 
 def exchanged(server: PeerAccess, client: PeerAccess) -> bytes:
-    """What a client gets from a server that sends ``yes`` to whoever it accepts. Raises ssl.SSLError."""
+    """Connect, and return the answer of a server that sends ``yes`` to whoever it accepts. Raises ssl.SSLError."""
     ours, theirs = socket.socketpair()
     listening, connecting = server.server_context(), client.client_context()
     assert listening

@@ -137,7 +137,7 @@ def _without_tls(host: str, port: int) -> bytes:
 
 
 def _stranger(host: str, port: int) -> bytes:
-    """What a port says to one who speaks TLS without a certificate, and begins as Ray's clients do (HTTP/2)."""
+    """Speak TLS to a port without a certificate, begin as Ray's clients do (HTTP/2), and return the answer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

@@ -58,7 +58,7 @@ def access(arguments: argparse.Namespace) -> PeerAccess:
 
     token_file = str((arguments.token_file or _folder(arguments) / "token").absolute())
     tls = tls_files(arguments) or _made_certificates(arguments, token_file)
-    return PeerAccess.of(token_file, *(() if tls is None else map(str, (tls.authority, tls.certificate, tls.key))))
+    return PeerAccess.of(token_file, *(() if tls is None else tls.for_access()))
 
 
 def _made_certificates(arguments: argparse.Namespace, token_file: str) -> TlsFiles | None:
