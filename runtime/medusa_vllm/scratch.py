@@ -12,10 +12,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Goes on when the other end of its standard input is closed: this process has closed its guard, or has died.
+# Python's resource trackers are killed last. They remove the names in /dev/shm of the processes that are killed first.
 _GUARD = """
 read -r group && read -r _
 if [ -n "$group" ]; then
     kill -s TERM -- "-$group"
+    for _ in 1 2 3; do kill -s 0 -- "-$group" || break; sleep 1; done
+    for process in /proc/[0-9]*; do
+        stat= command=
+        read -r stat < "$process/stat"
+        read -r command < "$process/cmdline"
+        set -- ${stat##*) }
+        case "$3 $command" in
+            "$group "*"resource_tracker import"*) ;;
+            "$group "*) kill -s KILL "${process#/proc/}" ;;
+        esac
+    done
     for _ in 1 2 3; do kill -s 0 -- "-$group" || break; sleep 1; done
     kill -s KILL -- "-$group"
 fi 2>/dev/null

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from ..shared_memory import remove_names_of_collectives
 from ..weights.attached import AttachedRegion
 from ..weights.uploading import arriving
 
@@ -21,6 +22,7 @@ class TensorLoader(BaseModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         self._attached = AttachedRegion.of(load_config)
+        remove_names_of_collectives()
 
     def download_model(self, model_config: Any) -> None:
         self._attached.region.wait_index()

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..cpu.linear import use_stored_weights
 from ..lean_imports import avoid_cache_folder
+from ..shared_memory import remove_names_of_collectives
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
 from .uploading import Arriving, arriving, tensors
@@ -33,6 +34,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         self.load_config = load_config
         self._attached = AttachedRegion.of(load_config)
         self._arriving: Arriving = self._on_host  # vLLM may ask for weights again, when they are no longer loaded
+        remove_names_of_collectives()
 
     def download_model(self, model_config: Any) -> None:
         self._attached.region.wait_index()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +54,20 @@ def test_nothing_is_left_of_a_killed_instance_whose_vllm_does_not_end(
     )
     environ = {"PYTHONPATH": str(tmp_path)}
     serving = start("--model", example, "--engine", "vllm", "--vllm-mode", "compatible", env=environ)
-    until(lambda: "(EngineCore" in serving.output())
-    descendants = serving.children()
+    until(lambda: names_of(serving))
+    names, descendants = names_of(serving), serving.children()
     serving.process.kill()
     assert serving.wait_gone(descendants) == -signal.SIGKILL
+    until(lambda: not any(Path(name).exists() for name in names))
+
+
+def names_of(serving: Any) -> set[str]:
+    """The queues in shared memory that the instance's processes have opened."""
+    found: set[str] = set()
+    for pid in serving.children():
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/psm_\S+", Path(f"/proc/{pid}/maps").read_text()))
+    return found
 
 
 def leave_early(serving: Any) -> None:

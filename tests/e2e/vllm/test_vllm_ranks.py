@@ -19,6 +19,8 @@ import pytest
 from process_tree import alive
 from waiting import until
 
+from ..slow_origin import serving_origin
+
 Start = Callable[..., Any]
 PATIENCE_S = 300.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -143,6 +145,31 @@ def test_nothing_is_left_in_shared_memory_if_all_processes_are_killed_at_once(
     until(lambda: not any(alive(pid) for pid in pids))
     assert {"psm_", "vllm_dist_"} <= set(re.findall(r"/dev/shm/(psm_|vllm_dist_)", mapped))
     assert [path for path in set(SHARED.iterdir()) - before if path.name in mapped] == []
+
+
+@pytest.mark.parametrize("mode", ["auto", "compatible"])
+def test_nothing_is_left_in_shared_memory_of_an_instance_that_is_killed_while_its_ranks_load(
+    start: Start, example: Path, mode: str
+) -> None:
+    flags = ("--kv-cache-mb", "64", "--tensor-parallel", "2", "--vllm-mode", mode)
+    with serving_origin(example, 20e3) as origin:
+        serving = start("--model", origin.url, "--engine", "vllm", *flags, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+        until(lambda: any("vllm_dist_" in name for name in mapped_names(serving)))
+        until(lambda: not any("vllm_dist_" in name and (SHARED / name).exists() for name in mapped_names(serving)))
+        names, descendants = mapped_names(serving), serving.children()
+        serving.process.kill()
+        assert serving.wait_gone(descendants) == -signal.SIGKILL
+    assert any(name.startswith("psm_") for name in names)
+    until(lambda: not any((SHARED / name).exists() for name in names))
+
+
+def mapped_names(serving: Any) -> set[str]:
+    """The names of shared memory that the instance's processes have opened, removed ones too."""
+    found: set[str] = set()
+    for pid in serving.children():
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/((?:psm_|vllm_dist_)\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found
 
 
 def test_ranks_end_with_an_engine_that_is_killed(start: Start, example: Path) -> None:
