@@ -21,6 +21,7 @@ import pytest
 import yaml
 from medusa_adapters.cli.node_metrics import open_listener
 from medusa_cluster.gateway.gateway import Gateway, GatewayOptions
+from medusa_runtime import __version__
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
 from plain_environ import plain_environ
@@ -53,7 +54,8 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     assert instance.request("POST", "/v1/completions", body).status == 200
     page = instance.request("GET", "/metrics").body.decode()
     assert 'medusa_state_artifact_used{artifact="the state bundle",model="pydoc-lm"} 0\n' in page
-    assert re.search(r'medusa_info{runtime="\d[^"]*",engine="torch",weights="[0-9a-f]{16}",model="pydoc-lm"} 1\n', page)
+    versions = rf'runtime="{__version__}",engine="torch",engine_version="{__version__}",weights="[0-9a-f]{{16}}"'
+    assert re.search(rf'medusa_info{{{versions},model="pydoc-lm"}} 1\n', page)
     assert 'medusa_node_agent_used{model="pydoc-lm"} 0\n' in page
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
     agent = _page(node, port, f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n')

@@ -54,7 +54,11 @@ def _with_model(line: str, name: str) -> str:
 
 
 def _lines(service: Service, stats: dict[str, Any]) -> Iterator[str]:
-    info = (("runtime", __version__), ("engine", service.settings.engine), ("weights", _weights_version(service)))
+    from medusa_runtime.state.key import engine_version  # some milliseconds, which a start does not need
+
+    engine = service.settings.engine
+    versions = (("engine_version", engine_version(engine)), ("weights", _weights_version(service)))
+    info = (("runtime", __version__), ("engine", engine), *versions)
     yield from gauge("medusa_info", "What this instance runs; weights is a digest of their files' versions.", (info, 1))
     yield from service.metrics.lines()
     admission = service.admission

