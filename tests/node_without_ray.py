@@ -53,6 +53,9 @@ class Neighbours:
     async def status(self, node: str, _: str, timeout_s: float) -> Any:
         return await self.call(node, {"op": "status"}, timeout_s)
 
+    async def logs(self, node: str, _: str, log: str | None, after: int | None, timeout_s: float) -> Any:
+        raise ClusterError(f"the logs of {node} are in its folder")
+
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         if request["op"] == "ping":  # for node actors, which are not there
             return {}

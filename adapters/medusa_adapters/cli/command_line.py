@@ -48,6 +48,12 @@ _WITH_ENGINE_FLAGS = ("serve", "batch", "materialize")
 # These also work without memfd, /proc and prctl.
 _ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate")
 
+# These have flags for the form of their log.
+_LOG_THEMSELVES = (
+    "medusa_adapters.cli.serve", "medusa_adapters.cli.node",
+    "medusa_adapters.cli.cluster.start", "medusa_adapters.cli.cluster.gateway",
+)  # fmt: skip
+
 # The temporary files of these are removed when the command ends, however it ends.
 _WITH_SCRATCH = (
     "medusa_adapters.cli.checkpoint.materialize", "medusa_adapters.cli.snapshot", "medusa_adapters.bench.command",
@@ -106,7 +112,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
         arguments = _parse(argv)
         module = importlib.import_module(arguments.module)
         if not _logs_itself(arguments) and (level := log_level(argv, os.environ)):
-            from .serve import configure_logging
+            from medusa_runtime.logs import configure_logging
 
             configure_logging(level)
 
@@ -147,7 +153,7 @@ def _drop_output() -> None:
 
 def _logs_itself(arguments: argparse.Namespace) -> bool:
     """Return whether this command sets up its logging itself."""
-    return str(arguments.module) in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node")
+    return getattr(arguments, "subcommand", arguments.module) in _LOG_THEMSELVES
 
 
 def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
@@ -156,10 +162,10 @@ def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exception(error)
-    from .progress import printable
+    from medusa_runtime.logs import for_terminal
 
     # A name in a checkpoint may have line ends: what follows them must not look like a line of ours.
-    text = "\n  ".join(map(printable, str(error).split("\n")))
+    text = "\n  ".join(map(for_terminal, str(error).split("\n")))
     if not _logged_as_json(text, error):
         print(f"medusa: {text} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1

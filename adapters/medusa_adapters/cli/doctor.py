@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
+from medusa_runtime.logs import for_terminal
 from medusa_runtime.resource_limits import LEAST_FILES
 from medusa_snapshot.resuming import default_folder, look
 
 from . import serving_process
 from .flags import add_model, model_argument
-from .progress import printable, size
+from .progress import size
 
 if TYPE_CHECKING:
     from medusa_runtime.checkpoint.reader import Checkpoint
@@ -66,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     failed = False
     for finding in examine(settings):
         failed |= finding.level == "fail"
-        advice = f"\n{'':23}→ {printable(finding.advice)}" if finding.advice else ""
-        print(f"{finding.level:5} {finding.name:16} {printable(finding.found)}{advice}", flush=True)
+        advice = f"\n{'':23}→ {for_terminal(finding.advice)}" if finding.advice else ""
+        print(f"{finding.level:5} {finding.name:16} {for_terminal(finding.found)}{advice}", flush=True)
     return int(failed)
 
 

@@ -76,9 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(settings: NodeSettings) -> int:
+    from medusa_runtime.logs import configure_logging
     from medusa_runtime.node.agent import Agent
-
-    from .serve import configure_logging
 
     serving_process.check_agent(settings)
     configure_logging(settings.log_level, settings.log_format)

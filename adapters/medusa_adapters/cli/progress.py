@@ -60,11 +60,6 @@ def describe(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def printable(line: str) -> str:
-    """Return a line with ? for control characters, by which a checkpoint's author might change a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in line)
-
-
 def size(count: int) -> str:
     """Format bytes for a person, in powers of 1000: 57.2 MB."""
     value = float(count)

@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         from .reload import serve_with_reload
 
         return serve_with_reload(sys.argv[1:], settings.handler)
+    from medusa_runtime.logs import configure_logging
+
     configure_logging(settings.log_level, settings.log_format)
     serving_process.log_use(settings.engine, settings.snapshots, settings.device)
     from medusa_runtime.instance import serve
@@ -144,25 +146,6 @@ def _hosts_models(name: str, environ: Mapping[str, str]) -> bool:
     from ..platforms import sagemaker
 
     return sagemaker.is_multi_model(environ)
-
-
-def configure_logging(level: str, log_format: str = "text") -> None:
-    import logging
-
-    from .text_log import TextFormatter
-
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
-    formatter: logging.Formatter = TextFormatter(form)
-    if log_format == "json":
-        from medusa_runtime.json_log import JsonFormatter
-
-        formatter = JsonFormatter()
-        logging.captureWarnings(True)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    if level == "info":  # at which it names its source of credentials at each look at a store
-        logging.getLogger("botocore").setLevel(logging.WARNING)
 
 
 def _run_function_process(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from medusa_runtime.errors import ClusterError
+from medusa_runtime.logs import configure_logging, log_to_file
 from medusa_runtime.storage.peer_access import PeerAccess
+from yarl import URL
 
-from ..json_lines import JsonLinesServer
+from ..json_lines import JsonLinesServer, result_of
 from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
 from ..node.ray.processes import (
     CONTROL_SOCKET_VARIABLE,
@@ -40,8 +41,9 @@ class Controller:
     """The actor. It listens on ``<dir>/controller.sock`` for the head's node server."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
-        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         folder = Path(os.environ[CONTROL_SOCKET_VARIABLE]).parent
+        configure_logging(os.environ["MEDUSA_LOG_LEVEL"], os.environ["MEDUSA_LOG_FORMAT"])
+        log_to_file(folder / "logs" / "controller.log")
         least_nodes = os.environ.get(LEAST_NODES_VARIABLE)
         options = replace(OPTIONS, least_nodes=None if least_nodes is None else int(least_nodes))
         self._cluster = Cluster(RayNodes(), folder / "controller.json", options)
@@ -74,17 +76,25 @@ class RayNodes:
 
     async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
         """Ask a node server for its status over HTTP, without Ray. Raises ClusterError if it does not answer."""
+        found = await self._get(f"{url}/status", timeout_s)
+        if not isinstance(found, dict) or found.get("name") != node:
+            raise ClusterError(f"expected the node {node} at {url}, found {str(found)[:200]}")
+        return found
+
+    async def logs(self, node: str, url: str, log: str | None, after: int | None, timeout_s: float) -> Any:
+        one = "" if log is None else f"/{quote(log, safe='')}" + ("" if after is None else f"?after={after}")
+        return result_of(await self._get(f"{url}/logs{one}", timeout_s))
+
+    async def _get(self, url: str, timeout_s: float) -> Any:
+        """Return the JSON at a URL of a node server. Raises ClusterError if it does not answer with any."""
         if self._session is None:
             self._session = ClientSession(headers={"Authorization": f"Bearer {self._access.token}"})
         try:
             timeout = ClientTimeout(total=timeout_s)
-            async with self._session.get(f"{url}/status", ssl=self._ssl, timeout=timeout) as answer:
-                found = await answer.json(content_type=None)
+            async with self._session.get(URL(url, encoded=True), ssl=self._ssl, timeout=timeout) as answer:
+                return await answer.json(content_type=None)
         except (ClientError, OSError, TimeoutError, ValueError) as error:
             raise ClusterError(f"{url} did not answer: {str(error) or type(error).__name__}") from None
-        if not isinstance(found, dict) or found.get("name") != node:
-            raise ClusterError(f"expected the node {node} at {url}, found {str(found)[:200]}")
-        return found
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Call an operation of a node server through the node's actor.
@@ -92,8 +102,6 @@ class RayNodes:
         Raises ClusterError if the actor does not answer, and the error that the node server answered.
         """
         from ray.exceptions import ActorDiedError, RayError
-
-        from ..json_lines import result_of
 
         arguments = {name: value for name, value in request.items() if name != "op"}
         try:

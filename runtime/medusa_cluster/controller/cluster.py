@@ -46,6 +46,7 @@ _MOST_LISTED = 3  # instances in an event
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
+_LOG_S = 10.0  # for a node to answer with a log
 _SAVE_AGAIN_S = 1.0  # after the plan could not be written
 # Groups are for models with a TTFT SLO that one node cannot meet; live scaling is for deployments that ask for it.
 OPTIONS = Options(largest_group=LARGEST_GROUP, live=True)
@@ -56,6 +57,7 @@ class Cluster:
 
     def __init__(self, nodes: Nodes, plan_path: Path, options: Options = OPTIONS) -> None:
         self._options = options
+        self._nodes = nodes
         self._plan_path = plan_path
         self.state = State(read_plan(plan_path))
         self.models = Models(nodes)
@@ -252,11 +254,15 @@ class Cluster:
             if operation == "routes":
                 wait_s = min(max(float(arguments.get("wait_s", 0)), 0), _LONGEST_WAIT_S)
                 return await self.state.routes.wait_for_change(str(arguments.get("version", "")), wait_s)
+            if operation == "logs":
+                return await self._logs(arguments)
             if operation in operations:
                 return operations[operation](arguments)
         except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{operation}: a value is missing or of the wrong type: {error}") from error
-        raise ConfigError(f"expected one of {', '.join((*operations, 'status', 'routes'))}, found {operation!r}")
+        raise ConfigError(
+            f"expected one of {', '.join((*operations, 'status', 'routes', 'logs'))}, found {operation!r}"
+        )
 
     def _deploy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         deployment = Deployment.from_json(arguments)
@@ -298,11 +304,7 @@ class Cluster:
         return deployment.to_json()
 
     def _drain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        name = str(arguments["node"])
-        if name not in self.state.nodes:
-            raise UnknownNameError(
-                f"no node is called {name!r}; expected one of {', '.join(sorted(self.state.nodes)) or 'none'}"
-            )
+        name = self._known_node(arguments).name
         before = self.state.draining
         if arguments.get("undo"):
             self._save(draining={key: drain_s for key, drain_s in before.items() if key != name})
@@ -312,6 +314,21 @@ class Cluster:
                 self.state.nodes[name].drained_reported = False
                 self.state.record_event("draining", f"the node {name} drains", node=name)
         return {"node": name, "state": self.state.node_state(self.state.nodes[name])}
+
+    async def _logs(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the logs of a node, or the text of one of them."""
+        node, log, after = self._known_node(arguments), arguments.get("log"), arguments.get("after")
+        return await self._nodes.logs(
+            node.name, node.url, None if log is None else str(log), None if after is None else int(after), _LOG_S
+        )
+
+    def _known_node(self, arguments: Mapping[str, Any]) -> KnownNode:
+        name = str(arguments["node"])
+        if name not in self.state.nodes:
+            raise UnknownNameError(
+                f"no node is called {name!r}; expected one of {', '.join(sorted(self.state.nodes)) or 'none'}"
+            )
+        return self.state.nodes[name]
 
     def _report(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         name, url, now = str(arguments["gateway"]), arguments.get("url"), time.monotonic()

@@ -25,6 +25,12 @@ class Nodes(Protocol):
     async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
         """Ask a node server for its status, not by the way of orders. Raises ClusterError if it does not answer."""
 
+    async def logs(self, node: str, url: str, log: str | None, after: int | None, timeout_s: float) -> Any:
+        """Return what a node server answers of its logs (node/logs.py), not by the way of orders: all, or one's text.
+
+        Raises ClusterError if it does not answer, or has no such log.
+        """
+
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Send a node server a request of its control socket, and return the result.
 

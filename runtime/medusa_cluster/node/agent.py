@@ -68,12 +68,11 @@ class Agent:
         if settings.prewarm:
             command += ["--prewarm", settings.prewarm]
         environment = {name: value for name, value in os.environ.items() if name != "MEDUSA_NODE_SOCKET"}
-        environment |= gpu_environment(settings.gpus) | {"PYTHONUNBUFFERED": "1"}
+        environment |= settings.log_environment | gpu_environment(settings.gpus) | {"PYTHONUNBUFFERED": "1"}
         return Child(command, environment, settings.log_folder / "agent.log")
 
     async def _on_end(self, child: Child) -> None:
-        last = child.last_lines[-1] if child.last_lines else "it said nothing"
-        logger.error("the node agent ended (%s): %s; starting it again", child.how, last)
+        logger.error("the node agent ended (%s): %s; starting it again", child.how, child.last_words)
 
     async def status(self) -> dict[str, Any]:
         """Return the agent's status. While it does not answer, return its last one with ``"away": True``."""

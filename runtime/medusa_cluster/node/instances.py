@@ -20,7 +20,7 @@ from medusa_runtime.errors import ConfigError, InstanceError
 from ..deployment import GROUP_ENGINES, Deployment
 from .gpus import GpuLoan, Gpus, gpu_environment
 from .group_worker import GroupWorker
-from .processes.child import Child
+from .processes.child import Child, message_of
 from .settings import NodeServerSettings
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Instances:
         self.add(instance)
 
         def on_line(line: str) -> None:
-            found = _LISTENING.match(line)
+            found = _LISTENING.match(message_of(line))
             if found and not listening.done():
                 listening.set_result(int(found[1]))
                 if instance.state == "starting":
@@ -176,6 +176,7 @@ class Instances:
         environment.pop("PORT", None)
         return (
             environment
+            | self._settings.log_environment
             | instance.deployment.environment()
             | {
                 "MEDUSA_TOKEN": instance.secret,
@@ -240,9 +241,8 @@ class Instances:
                 instance.listening.set_exception(InstanceError(f"{instance.id} was ended before it listened"))
             self._log(instance).unlink(missing_ok=True)
             return
-        lines = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
-        last = lines[-1] if lines else "it said nothing"
-        self._failed(instance, f"{instance.id} ended by itself on the node {self._settings.name} ({child.how}): {last}")
+        node, last = self._settings.name, child.last_words
+        self._failed(instance, f"{instance.id} ended by itself on the node {node} ({child.how}): {last}")
 
     def _failed(self, instance: RunningInstance, failure: str) -> None:
         logger.error("%s", failure)

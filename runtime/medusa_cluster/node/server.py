@@ -17,6 +17,7 @@ from typing import IO
 
 from aiohttp import web
 from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.logs import log_to_file
 from medusa_runtime.node.watchdog import Watchdog
 from medusa_runtime.process import adopt_orphans
 from medusa_runtime.storage.peer_access import read_token
@@ -30,6 +31,7 @@ from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .http_server import NodeHttpServer
 from .instances import Instances
+from .logs import Logs
 from .metrics_reader import MetricsReader
 from .operations import Operations
 from .processes.child import OUT_OF_MEMORY, Child, RestartingChild, end_orphans
@@ -84,6 +86,7 @@ class NodeServer:
             access = settings.access()
             for folder in (settings.log_folder, settings.folder / "ray", settings.folder / "gcs"):
                 folder.mkdir(exist_ok=True, mode=0o700)
+            log_to_file(settings.log_folder / "node.log")
             pacer = Pacer()
             self._regions = AgentRegions(str(settings.agent_socket))
             self._controller = ControllerClient(settings, access)
@@ -91,7 +94,7 @@ class NodeServer:
             self._instances = Instances(settings)
             peers = RegionRoutes(self._regions, pacer)
             self._operations = Operations(settings, self._agent, self._instances, self._controller, peers, pacer)
-            routes = [*peers.routes(), web.get("/status", self._status)]
+            routes = [*peers.routes(), *Logs(settings.log_folder).routes(), web.get("/status", self._status)]
             self._http_server = NodeHttpServer(settings, access, Forwarder(self._instances), self._controller, routes)
             self._control = JsonLinesServer(settings.control_socket, self._operations.answer)
             self._ray = RestartingChild(self._start_ray, self._on_ray_end)
@@ -167,8 +170,7 @@ class NodeServer:
 
     async def _on_ray_end(self, child: Child) -> None:
         self._ray_started.clear()
-        lines = [line for line in child.last_lines if line.strip()]
-        logger.error("Ray's processes ended (%s): %s; starting them again", child.how, lines[-1:] or "")
+        logger.error("Ray's processes ended (%s): %s; starting them again", child.how, child.last_words)
 
     async def _announce_ready(self) -> None:
         """Show the line "ready" once the controller knows this node and answers gateways."""
@@ -194,7 +196,7 @@ class NodeServer:
                     ray_environment(settings, os.environ),
                     settings.log_folder / "controller-launch.log",
                 )
-                failure: object = list(child.last_lines)[-1:] if await child.wait() != 0 else None
+                failure: object = child.last_words if await child.wait() != 0 else None
             except OSError as error:  # out of memory, processes or descriptors
                 failure = error
             if failure is not None:

@@ -71,6 +71,12 @@ class NodeServerSettings:
     tls: TlsFiles | None = None
     makes_certificates: bool = False  # from the token, at its start, as the files in ``tls``
     log_level: str = "info"
+    log_format: str = "text"
+
+    @property
+    def log_environment(self) -> dict[str, str]:
+        """The variables by which the processes of this node log as the node server does."""
+        return {"MEDUSA_LOG_LEVEL": self.log_level, "MEDUSA_LOG_FORMAT": self.log_format}
 
     @property
     def is_head(self) -> bool:

@@ -7,6 +7,7 @@ import pty
 import socket
 import subprocess
 import sys
+import tempfile
 from io import StringIO
 from pathlib import Path
 
@@ -121,6 +122,13 @@ def test_flags_of_vllm_are_for_vllm(command: str) -> None:
 
 def test_the_node_agent_is_started_by_no_word() -> None:
     assert "expected `medusa node` alone, which starts the agent, found 'start'" in refused("node", "start")
+
+
+@pytest.mark.parametrize("command", ["gateway", "start --head"])
+def test_a_form_of_the_log_that_is_none_is_refused(command: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # with a short path, for sockets
+        line = refused("cluster", *command.split(), f"--dir={folder}", MEDUSA_LOG_FORMAT="xml")
+    assert "MEDUSA_LOG_FORMAT='xml' cannot be used: expected one of text, json" in line
 
 
 @pytest.mark.parametrize("port", ["٨٠", "9" * 5000, "65536", "-1", " 80", ""])

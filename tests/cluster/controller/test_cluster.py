@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,11 +134,30 @@ def test_bad_arguments_are_named(run: Run) -> None:
             await ask(cluster, "scale", name="x", min=1)
         with pytest.raises(UnknownNameError, match="expected one of a"):
             await ask(cluster, "drain", node="x")
-        for operation, arguments in (("report", {"gateway": "g", "loads": 3}), ("scale", {}), ("what", {})):
+        with pytest.raises(UnknownNameError, match="no node is called 'x'"):
+            await ask(cluster, "logs", node="x")
+        for operation, arguments in (
+            ("report", {"gateway": "g", "loads": 3}),
+            ("scale", {}),
+            ("what", {}),
+            ("logs", {}),
+            ("logs", {"node": "a", "log": "agent", "after": "many"}),
+        ):
             with pytest.raises(ConfigError):
                 await ask(cluster, operation, **arguments)
 
     run(scenario, "a")
+
+
+def test_the_logs_of_a_node_are_asked_for(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        assert await ask(cluster, "logs", node="a") == {"agent": 8}
+        assert await ask(cluster, "logs", node="a", log="agent", after=7) == {
+            "text": "agent of http://a:8114",
+            "end": 7,
+        }
+
+    run(scenario, "a", "b")
 
 
 def test_each_model_and_each_adapter_has_a_name_of_its_own(run: Run) -> None:
@@ -479,19 +497,3 @@ def test_a_node_that_answers_no_more_is_lost_though_ray_lists_it(run: Run, monke
         await until_async(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "alive")
 
     run(scenario, "a", "b")
-
-
-def test_a_controller_that_was_stopped_for_a_while_loses_no_node(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_LOST_AFTER_S", 0.2)
-    monkeypatch.setattr(members, "_ANSWERS_WITHIN_S", 0.1)
-
-    async def scenario(net: Net, cluster: Cluster) -> None:
-        node = net.nodes["a"]
-        node.answers = asyncio.Event()
-        await until_async(lambda: node.asked)
-        time.sleep(0.5)
-        node.answers.set()
-        await asyncio.sleep(0.5)
-        assert "node-lost" not in kinds(cluster)
-
-    run(scenario, "a")

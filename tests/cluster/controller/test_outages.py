@@ -276,3 +276,19 @@ def test_a_clock_that_was_set_back_makes_no_instance_ready_in_the_future(run: Ru
         assert view.nodes["a"].instances[0].since_s <= time.monotonic()
 
     run(scenario, "a")
+
+
+def test_a_controller_that_was_stopped_for_a_while_loses_no_node(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_LOST_AFTER_S", 0.2)
+    monkeypatch.setattr(members, "_ANSWERS_WITHIN_S", 0.1)
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        node = net.nodes["a"]
+        node.answers = asyncio.Event()
+        await until_async(lambda: node.asked)
+        time.sleep(0.5)
+        node.answers.set()
+        await asyncio.sleep(0.5)
+        assert all(event["kind"] != "node-lost" for event in cluster.state.events)
+
+    run(scenario, "a")

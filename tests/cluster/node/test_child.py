@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node.processes.child import Child, RestartingChild
+from medusa_cluster.node.processes.child import Child, RestartingChild, message_of
 from process_tree import alive, descendants
 from waiting import until
 
@@ -55,6 +55,40 @@ def test_a_process_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: 
     asyncio.run(run())
     until_gone(*watched)
     assert len(watched) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("INFO: fetching", "INFO: fetching"),
+        ('{"level": "info", "message": "listening on http://h:1"}', "listening on http://h:1"),
+        ('{"message": "no model", "code": "Config.Invalid"}', "medusa: no model [Config.Invalid]"),
+        ("{no JSON", "{no JSON"),
+        ("{}", "{}"),
+        ("{" * 4096, "{" * 4096),
+    ],
+)
+def test_a_line_of_json_says_its_message(line: str, said: str) -> None:
+    assert message_of(line) == said
+
+
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        ("", "it said nothing"),
+        ("INFO: one\n\n", "INFO: one"),
+        ("medusa: no model [Config.Invalid]\nINFO: gone\n", "medusa: no model [Config.Invalid]"),
+        ('{"message": "no model", "code": "A.B"}\n{"message": "gone"}\n', "medusa: no model [A.B]"),
+    ],
+)
+def test_its_last_words_are_its_error_or_its_last_line(tmp_path: Path, printed: str, words: str) -> None:
+    async def run() -> None:
+        child = Child([sys.executable, "-c", f"print({printed!r}, end='')"], os.environ, tmp_path / "log")
+        await child.wait()
+        await child.read_rest(10)
+        assert child.last_words == words
+
+    asyncio.run(run())
 
 
 def test_its_lines_and_its_status_are_known(tmp_path: Path) -> None:

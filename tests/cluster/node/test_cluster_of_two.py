@@ -158,6 +158,31 @@ def _finds(node: ClusterNode, url: str, holder: ClusterNode) -> bool:
     return bool(found == [f"http://{holder.address}"])
 
 
+def test_logs_of_all_nodes_are_shown_by_model_by_node_and_by_name(
+    deployed: tuple[ClusterNode, ClusterNode],
+) -> None:
+    head, other = deployed
+    instance = until(lambda: head.ready_instance(NAME), head.output)
+    log = f"{instance['node']}/instance-{instance['id']}"
+    listed = {line.split()[0] for line in other.medusa("logs").stdout.splitlines()}
+    assert {"head/node", "head/agent", "head/controller", "head/ray", "n1/node", "n1/agent", "n1/ray", log} <= listed
+    for name in (NAME, instance["id"], log):
+        assert "listening on http://127.0.0.1:" in other.medusa("logs", name).stdout, name
+    shown = other.medusa("logs", "head", "--lines", "1").stdout.splitlines()
+    assert [line.partition(": ")[0] for line in shown].count("head/agent") == 1
+    assert any(line.startswith("head/controller: ") and f"{instance['id']} starts on" in line for line in shown)
+    unknown = other.medusa("logs", "nothing")
+    assert unknown.returncode == 1
+    assert "nothing is logged of 'nothing'" in unknown.stderr
+
+    head.call("remove", name=NAME)
+    done = head.medusa("deploy", NAME, "--model", str(MODEL), "--min", "1", "--set", "log-format=json")
+    assert done.returncode == 0, done.stderr
+    until(lambda: head.ready_instance(NAME) not in (None, instance), head.output)
+    lines = [json.loads(line) for line in head.medusa("logs", NAME).stdout.splitlines()]
+    assert [line["message"].partition(" http")[0] for line in lines][:2] == ["listening on", "ready on"]
+
+
 def test_a_node_is_drained_without_a_request_lost(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
     text = _serving(head)

@@ -13,12 +13,13 @@ from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError, StateError
+from medusa_runtime.logs import for_terminal
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import read_object
 from medusa_runtime.storage.base import redacted
 
 from ..flags import add_model, model_argument
-from ..progress import printable, size
+from ..progress import size
 from . import bundle_summary
 
 _SHAPE_FIELDS = {
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}"
             )
     for line in lines:
-        print(printable(line))
+        print(for_terminal(line))
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.logs import for_terminal
 from medusa_runtime.registry import is_remote
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import STAGE_TIMES
@@ -24,7 +25,7 @@ from medusa_runtime.storage.base import redacted
 from ...bench.coldstart.contestants import Medusa, Question
 from ..flags import add_model, model_argument, request_body
 from ..leftovers import Leftovers
-from ..progress import note, printable, size
+from ..progress import note, size
 from ..serve import warn_of_unread_flags, with_engine_flags
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def _print_made(made: ArtifactResult) -> None:
     if made.left_out is None:
         print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
     else:
-        print(f"  {made.kind:14} left out: {printable(made.left_out)}")
+        print(f"  {made.kind:14} left out: {for_terminal(made.left_out)}")
     sys.stdout.flush()
 
 

@@ -10,6 +10,7 @@ _COMMANDS = (
     ("start", "medusa_adapters.cli.cluster.start", "start this machine's node, as the head or at a head's address"),
     ("deploy", "medusa_adapters.cli.cluster.deploy", "make a model known to the cluster under a name"),
     ("status", "medusa_adapters.cli.cluster.status", "show nodes, models, copies, instances and transfers"),
+    ("logs", "medusa_adapters.cli.cluster.logs", "show what a node's processes or a model's instances have logged"),
     ("scale", "medusa_adapters.cli.cluster.scale", "change how many instances a model may have"),
     ("remove", "medusa_adapters.cli.cluster.remove", "end a model's instances and forget it"),
     ("drain", "medusa_adapters.cli.cluster.drain", "move copies and requests off a node before it ends"),

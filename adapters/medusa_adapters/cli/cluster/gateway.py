@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from medusa_runtime.config import ACCESS_LOGS, positive, seconds
 
-from ..flags import log_level
-from ..serve import configure_logging
+from ..flags import add_log_format, log_settings
 from .connection import access, add_connection, ask
 from .start import bracketed, head_address, require_extra
+
+logger = logging.getLogger(__name__)
 
 _CLIENT_TOKEN_FILE = "MEDUSA_CLIENT_TOKEN_FILE"
 _ANSWER_MEMORY = "default: a quarter of what is available, at most 1024"
@@ -44,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("MEDUSA_ACCESS_LOG") or "off",
         help="a line on stderr for each answered request [MEDUSA_ACCESS_LOG]",
     )
+    add_log_format(parser)
     parser.add_argument("--name", default="", help="the gateway's name in the status; default: host and process id")
 
 
@@ -51,9 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_extra(["aiohttp"])
     from medusa_cluster.gateway.gateway import GatewayOptions
     from medusa_cluster.gateway.process import run as serve
+    from medusa_runtime.logs import configure_logging
     from medusa_runtime.storage.peer_access import read_token
 
-    configure_logging(log_level([], os.environ) or "info")
+    level, log_format = log_settings(arguments, os.environ)
+    configure_logging(level, log_format)
     options = GatewayOptions(
         addresses=_addresses(arguments),
         access=access(arguments),
@@ -69,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         name=arguments.name,
         access_log=arguments.access_log,
     )
-    return serve(options, lambda url: print(f"listening on {url}", flush=True))
+    say = logger.info if log_format == "json" else partial(print, flush=True)
+    return serve(options, lambda url: say(f"listening on {url}"))
 
 
 def _addresses(arguments: argparse.Namespace) -> tuple[str, ...]:

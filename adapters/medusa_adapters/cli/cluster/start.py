@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import ConfigError, MissingPackageError
 
+from ..flags import add_log_format, log_settings
+
 if TYPE_CHECKING:
     from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
+
+logger = logging.getLogger(__name__)
 
 INSTALL = 'pip install "medusa-runtime[cluster]"'
 _NEEDED = ("ray", "aiohttp")
@@ -56,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
+    add_log_format(parser)
     add_tls(parser, "this node's certificate", "who signed all nodes' own", "encrypt all traffic; every node needs it")
 
 
@@ -63,16 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     require_extra()
     from medusa_cluster.node.processes.keeper import keep
+    from medusa_runtime.logs import configure_logging
 
-    from ..serve import configure_logging
-
-    configure_logging(arguments.log_level or os.environ.get("MEDUSA_LOG_LEVEL") or "info")
+    configure_logging(settings.log_level, settings.log_format)
     kept = keep()
     if isinstance(kept, int):
         return kept
     from medusa_cluster.node.server import serve
 
-    return serve(settings, lambda line: print(line, flush=True), kept)
+    say = logger.info if settings.log_format == "json" else partial(print, flush=True)
+    return serve(settings, say, kept)
 
 
 def add_tls(parser: argparse.ArgumentParser, certificate: str, authority: str, derived: str) -> None:
@@ -95,6 +102,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
 
     folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
     head = None if arguments.head else head_address(arguments.address)
+    level, log_format = log_settings(arguments, os.environ)
     tls = tls_files(arguments)
     if arguments.tls:
         require_extra(["cryptography"])
@@ -119,6 +127,8 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         prewarm=arguments.prewarm or "torch=1",
         tls=tls,
         makes_certificates=arguments.tls,
+        log_level=level,
+        log_format=log_format,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -68,6 +69,13 @@ class Child:
     def how(self) -> str:
         """How the process ended, in words."""
         return "it runs" if self.status is None else OUT_OF_MEMORY.how(self.status)
+
+    @property
+    def last_words(self) -> str:
+        """Its last error in the form of ``medusa``'s commands or, without one, its last line."""
+        lines = [message_of(line) for line in self.last_lines if line.strip()]
+        errors = [line for line in lines if line.startswith("medusa: ")]
+        return (errors or lines or ["it said nothing"])[-1]
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -151,6 +159,17 @@ class Child:
             if self._log.tell() > _LONGEST_LOG_BYTES:
                 self._log.truncate(0)
             self._log.write(data)
+
+
+def message_of(line: str) -> str:
+    """Return what a line of a log says: the line, or the message of an object in JSON, as a command prints it."""
+    if not line.startswith("{"):
+        return line
+    try:
+        found = json.loads(line)
+        return f"medusa: {found['message']} [{found['code']}]" if "code" in found else str(found["message"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return line
 
 
 def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

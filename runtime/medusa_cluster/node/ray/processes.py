@@ -97,6 +97,7 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
         CONTROL_SOCKET_VARIABLE: str(settings.control_socket),
         "PYTHONUNBUFFERED": "1",
     }
+    found |= settings.log_environment
     if settings.is_head:
         found |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(settings.folder / "gcs")}
         if settings.least_nodes is not None:
