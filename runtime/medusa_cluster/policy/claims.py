@@ -70,7 +70,7 @@ def bounds(shapes: Shapes, claims: Collection[Claim]) -> Iterator[Bound]:
         sizes: dict[int, int] = {}
         for (_, devices), count in alive.items():
             sizes[devices] = sizes.get(devices, 0) + count
-        on_devices = {claim for claim in of_kind if _needs_devices(claim, shapes)}
+        on_devices = {claim for claim in of_kind if needs_devices(claim, shapes)}
         without = {claim for claim in of_kind if claim.device == "cpu"}
         for devices in sorted({claim.devices for claim in on_devices if claim.devices > 1}, reverse=True):
             yield _bound({claim for claim in on_devices if claim.devices == devices}, shapes, sizes, kind, devices)
@@ -124,7 +124,7 @@ def _takes_devices(claim: Claim, shapes: Shapes) -> bool:
     )
 
 
-def _needs_devices(claim: Claim, shapes: Shapes) -> bool:
+def needs_devices(claim: Claim, shapes: Shapes) -> bool:
     """Return whether no processor will do: where there are accelerators, several are not replaced by one processor."""
     return claim.device == "cuda" or (claim.devices > 1 and _takes_devices(claim, shapes))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .accelerators import needed_bytes
 from .claims import Shortage, request
@@ -135,6 +136,7 @@ class _Tick:
         self._moves = Moves(state, memory.index, self._placement)
         self._stopped: dict[str, str] = {}  # instance → node
         self._unable: set[str] = set()  # models without an instance that could start nowhere if all others ended
+        self._given_up: frozenset[str] = frozenset()  # instances whose places others need
         self._given_room: set[str] = set()  # models for which instances make room in this tick
         self._decisions: list[Decision] = []
 
@@ -145,7 +147,9 @@ class _Tick:
             self._turn(prefill, decode)
         counts = [count for roles in by_model.values() for count in roles]
         asked = {count.deployment.name: count for count in counts if count.wanted and self._lacks(count)}
-        nodes, requested, idle = self._nodes(share(counts, self._index, self._may_start))
+        shared = share(counts, self._index, self._placement, asked, self._may_start)
+        self._given_up, self._given_room = shared.given_up, set(shared.given_room)
+        nodes, requested, idle = self._nodes(shared.shortages)
         changes = self._keep_pool()
         for count in sorted(counts, key=self._choice):
             self._adjust(count)
@@ -260,7 +264,11 @@ class _Tick:
         if not self._options.ends_starts and count.wanted > 0:
             singles = [instance for instance in singles if instance.state == "ready"]
             number = min(number, max(len(singles) - 1, 0))
-        for instance in sorted(singles, key=lambda item: (item not in old, *_dispensable(item)))[:number]:
+
+        def order(one: Instance) -> tuple[Any, ...]:
+            return one not in old, one.id not in self._given_up, *_dispensable(one)
+
+        for instance in sorted(singles, key=order)[:number]:
             self._stop(instance, _REPLACED if instance in old else "the load needs fewer")
             number -= 1
         if number > 0 and count.wanted == 0:

@@ -156,9 +156,8 @@ class Moves:
         """Return which instances make room on a node, and where to: none if it becomes free without. None: too few."""
         on_device = node.computes_on_device(deployment.device)
         alike = [one for one in node.instances if node.computes_on_device(one.device) == on_device]
-        ending = sum(one.slots for one in alike if one.state == "draining" or one.id in self._moved)
-        missing = self._placement.slots(node.name, deployment) + self._soon[node.name] - ending
-        missing -= self._placement.usable_slots(node, deployment) + (node.returning if on_device else 0)
+        moved_away = sum(one.slots for one in alike if one.id in self._moved and one.state != "draining")
+        missing = self._placement.lacking(node, deployment) + self._soon[node.name] - moved_away
         moved: list[tuple[Instance, str]] = []
         taken: Counter[tuple[str, bool]] = Counter()  # (node, accelerators) → slots for those that move there
         for instance in sorted(alike, key=lambda one: (one.running, -one.since_s, one.id)):

@@ -380,7 +380,18 @@ class Placement:
         free = self.free_slots(node.name, deployment.device)
         if not node.device_bytes or not node.computes_on_device(deployment.device):
             return max(free, 0)
-        return sum(one.free_bytes >= needed_bytes(deployment) for one in self.left(node))
+        return sum(one.free_bytes >= self.least_room(deployment) for one in self.left(node))
+
+    def lacking(self, node: Node, deployment: Deployment) -> int:
+        """Return how many slots an instance lacks on a node once those that end there have ended; at most 0: none."""
+        on_device = node.computes_on_device(deployment.device)
+        ending = sum(
+            one.slots
+            for one in node.instances
+            if one.state == "draining" and node.computes_on_device(one.device) == on_device
+        )
+        soon = ending + (node.returning if on_device else 0)
+        return self.slots(node.name, deployment) - self.usable_slots(node, deployment) - soon
 
     @staticmethod
     def is_for(node: Node, deployment: Deployment) -> bool:
