@@ -23,9 +23,25 @@ def test_the_ends_of_chains_are_paired_with_the_most_loaded() -> None:
     sources = [Node(name, link_bytes_per_s=rate) for name, rate in (("s1", 50), ("s2", 100))]
     chains = plan(sources, [Node("a", link_bytes_per_s=100), Node("b", link_bytes_per_s=50)])
     targets = chains[0].targets
-    assert live_pairs(chains, ["hot", "warm"], targets) == {targets[-1]: "hot"}
-    assert live_pairs(chains, ["hot", "warm"], targets[:1]) == {targets[0]: "hot"}
-    assert live_pairs(chains, ["hot", "warm"], ()) == {}
+    assert live_pairs(chains, ["hot", "warm"], {name: [name] for name in targets}) == {targets[-1]: "hot"}
+    assert live_pairs(chains, ["hot", "warm"], {targets[0]: ["i"]}) == {"i": "hot"}
+    assert live_pairs(chains, ["hot", "warm"], {}) == {}
+
+
+def test_each_that_starts_relieves_another_one_also_on_the_same_node() -> None:
+    chains = plan(nodes(2), [Node("a", link_bytes_per_s=100), Node("b", link_bytes_per_s=50)])
+    assert [chain.targets for chain in chains] == [("a",), ("b",)]
+    starting = {"a": ["a0", "a1", "a2"], "b": ["b0"]}
+    assert live_pairs(chains, ["l0", "l1", "l2"], starting) == {"a0": "l0", "b0": "l1", "a1": "l2"}
+
+    cluster = ClusterModel(nodes(2, devices=3), [model(min=2, concurrency=8)], Options(live=True))
+    cluster.run(40, 0.5)
+    loaded = {one.id for one in cluster.instances("m")}
+    cluster.load("m", waiting=30, running=16)
+    starts = of(StartInstance, cluster.tick())
+    assert len(starts) > len({start.node for start in starts})
+    partners = [start.partner for start in starts if start.partner is not None]
+    assert sorted(partners) == sorted(loaded & set(partners)) != []
 
 
 def partners(load: Load, *, options: Options | None = None, more: tuple[int, int] = (0, 0), **changes: object) -> bool:
