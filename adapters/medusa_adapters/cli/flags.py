@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from medusa_runtime.config import LOG_FORMATS, OPTIONS, Option, parse_option
+from medusa_runtime.config import LOG_FORMATS, OPTIONS, parse_option
 from medusa_runtime.errors import ConfigError, json_excerpt
 from medusa_runtime.storage.base import redacted
 
 # Earlier names of flags. They still work, but print a line with the new name.
 RENAMED = {"--timeout": "--timeout-s", "--concurrency": "--max-concurrency"}
 _LOG_LEVEL = next(option for option in OPTIONS if option.field == "log_level")
-_LOG_FORMAT = next(option for option in OPTIONS if option.field == "log_format")
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -129,18 +128,20 @@ def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def add_log_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"{_LOG_FORMAT.help} [{_LOG_FORMAT.variable}]")
+    text = "json: each line of the log is an object [MEDUSA_LOG_FORMAT]"
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help=text)
 
 
 def log_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the level and the format of a log by the flags, or else by the environment. Raises ConfigError."""
-    level, log_format = (_flag_or_variable(arguments, option, environ) for option in (_LOG_LEVEL, _LOG_FORMAT))
-    return level or "info", log_format or "text"
+    return chosen(arguments, "log_level", environ) or "info", chosen(arguments, "log_format", environ) or "text"
 
 
-def _flag_or_variable(arguments: argparse.Namespace, option: Option, environ: Mapping[str, str]) -> str:
-    if given := getattr(arguments, option.field):
+def chosen(arguments: argparse.Namespace, field: str, environ: Mapping[str, str]) -> str:
+    """Return what the flag of a setting says or, without it, its variable. Raises ConfigError for a bad variable."""
+    if given := getattr(arguments, field):
         return str(given)
+    option = next(option for option in OPTIONS if option.field == field)
     value = environ.get(option.variable)
     return str(parse_option(option, value, option.variable)) if value else ""
 

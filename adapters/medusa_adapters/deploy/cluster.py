@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import secrets
 
+from medusa_runtime.config import LOG_FORMATS
 from medusa_runtime.errors import ConfigError
 
 from . import agent
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="encrypt what nodes and gateways send each other, by certificates of the token",
     )
     parser.add_argument("--head-storage", metavar="SIZE", help="a volume for the head's state, e.g. 1Gi")
+    add_list(parser, "--gateway-set", "NAME=VALUE", "a flag of `medusa cluster gateway`, e.g. hold-s=120")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help="of nodes, gateways and instances")
     add_node_arguments(parser)
     add_apply(parser)
 
@@ -114,6 +117,7 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
         tls=arguments.tls,
         client_token_secret=values.subdomain(client, "--client-token-secret") if client else None,
         flags=_flags(arguments),
+        gateway_flags=_gateway_flags(arguments),
         env=env,
     )
 
@@ -130,7 +134,31 @@ def _flags(arguments: argparse.Namespace) -> list[str]:
         LinkSpeed.parse(arguments.link)
     names = ("memory_budget", "prewarm", "link")
     flags = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
-    return [f"{flag}={value}" for flag, value in flags.items() if value]
+    return [f"{flag}={value}" for flag, value in flags.items() if value] + _log_format(arguments)
+
+
+def _gateway_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags of `medusa cluster gateway`, checked as the gateway will check them."""
+    from ..cli.cluster import gateway
+
+    parser = argparse.ArgumentParser(prog="medusa cluster gateway", exit_on_error=False, allow_abbrev=False)
+    gateway.add_settings(parser)
+    known = ", ".join(action.option_strings[0].removeprefix("--") for action in parser._actions[1:])
+    flags = []
+    for text in arguments.gateway_set:
+        name, sign, value = text.partition("=")
+        try:
+            _, unknown = parser.parse_known_args([f"--{name}={value}"])
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"--gateway-set={text!r} cannot be used: {error}") from None
+        if unknown or not sign:
+            raise ConfigError(f"--gateway-set={text!r} cannot be used: expected NAME=VALUE with one of {known}")
+        flags.append(f"--{name}={value}")
+    return flags + _log_format(arguments)
+
+
+def _log_format(arguments: argparse.Namespace) -> list[str]:
+    return [] if arguments.log_format is None else [f"--log-format={arguments.log_format}"]
 
 
 def _keep_token(cluster: RayCluster) -> RayCluster:

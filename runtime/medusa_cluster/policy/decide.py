@@ -345,8 +345,13 @@ class _Tick:
             if count.role == "prefill" and not self._has_partner(deployment, node):
                 return
             predicted_s = scheme.ttft_s if scheme is not None and scheme.nodes == (node,) else 0.0
-            self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
+            self._start_on(count, node, self._reason(count), predicted_s)
             number -= 1
+
+    def _reason(self, count: RoleCount) -> str:
+        if count.current >= count.deployment.min:
+            return "the load needs more" if count.current else "a request waits"
+        return f"it always has at least {count.deployment.min}"
 
     def _lacks(self, count: RoleCount) -> bool:
         """Return whether a model has no instance, or fewer than it always has. One may do the other role's work."""

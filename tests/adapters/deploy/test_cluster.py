@@ -22,7 +22,8 @@ MORE = [
     *("--memory-budget=20GB", "--prewarm=torch=2", "--link=10gbit", "--allow=s3://bucket=1000", "--env=HF_HOME=/tmp"),
     *("--secret=aws", "--secret=HF_TOKEN=hub/token", "--head-storage=1Gi", "--pull-secret=registry", "--label=team=a"),
     *("--client-token-secret=clients", "--node-selector=pool=gpu", "--toleration=pool=gpu", "--runtime-class=nvidia"),
-    "--annotation=example.com/note=a b",
+    *("--annotation=example.com/note=a b", "--gateway-set=hold-s=120", "--gateway-set=access-log=json"),
+    "--log-format=json",
 ]
 CRD = Path(__file__).parent / "schemas" / "kuberay_raycluster_crd.yaml"
 
@@ -117,6 +118,15 @@ def test_with_tls_nodes_and_gateways_make_certificates_and_the_kubelet_needs_non
         assert all(container[probe]["tcpSocket"] == {"port": 8114} for probe in ("readinessProbe", "livenessProbe"))
 
 
+def test_gateways_have_the_flags_that_are_set_and_all_log_in_one_form() -> None:
+    documents = by_kind(rendered(*BASE, *MORE)[1])
+    (gateway,) = documents["Deployment"]
+    command = gateway["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert {"--hold-s=120", "--access-log=json", "--log-format=json"} <= set(command)
+    for template in templates(documents["RayCluster"][0]):
+        assert "--log-format=json" in template["spec"]["containers"][0]["command"]
+
+
 @pytest.mark.parametrize("platform", ["knative", "kubernetes"])
 def test_functions_use_the_agents_of_the_cluster(platform: str) -> None:
     function = ("f", "--image=f:1", "--model=s3://b/m", "--node-agent-of-cluster")
@@ -195,6 +205,12 @@ esac
         (["--env=RAY_X=1"], "--env RAY_"),
         (["--runtime-class=N!"], "--runtime-class"),
         (["--secret=a b"], "--secret"),
+        (
+            ["--gateway-set=hold-s=soon"],
+            "argument --hold-s: expected seconds",
+        ),
+        (["--gateway-set=hold-s"], "--gateway-set='hold-s' cannot be used"),
+        (["--gateway-set=port=1"], "expected NAME=VALUE with one of max-waiting, max-body-mb"),
     ],
 )
 def test_bad_flags_are_named(arguments: list[str], said: str) -> None:

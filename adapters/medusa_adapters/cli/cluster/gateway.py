@@ -12,7 +12,7 @@ from typing import Any
 
 from medusa_runtime.config import ACCESS_LOGS, positive, seconds
 
-from ..flags import add_log_format, log_settings
+from ..flags import add_log_format, chosen, log_settings
 from .connection import access, add_connection, ask
 from .start import bracketed, head_address, require_extra
 
@@ -32,23 +32,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"secret that requests must bear; default: none [{_CLIENT_TOKEN_FILE}]",
     )
     add_connection(parser)
+    parser.add_argument("--drain-s", **_number(seconds, 30.0, "how long running requests may go on after SIGTERM"))
+    add_settings(parser)
+    add_log_format(parser)
+    parser.add_argument("--name", default="", help="the gateway's name in the status; default: host and process id")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are not about where the gateway runs: limits of requests, and the access log."""
     for name, parse, default, text in (
         ("max-waiting", positive, 2048, "requests that may wait; more get 429"),
         ("max-body-mb", positive, 32, "largest request body"),
         ("answer-memory-mb", positive, None, f"memory for answers that are held, all together; {_ANSWER_MEMORY}"),
         ("hold-s", seconds, 600.0, "how long a request waits for an instance"),
-        ("drain-s", seconds, 30.0, "how long running requests may go on after SIGTERM"),
         ("write-timeout-s", seconds, 60.0, "how long a client may take nothing of its answer"),
     ):
-        parser.add_argument(f"--{name}", type=_parsed(parse), default=default, metavar="N", help=text)
+        parser.add_argument(f"--{name}", **_number(parse, default, text))
     parser.add_argument(
         "--access-log",
         choices=ACCESS_LOGS,
-        default=os.environ.get("MEDUSA_ACCESS_LOG") or "off",
-        help="a line on stderr for each answered request [MEDUSA_ACCESS_LOG]",
+        help="a line on stderr for each answered request; default: off [MEDUSA_ACCESS_LOG]",
     )
-    add_log_format(parser)
-    parser.add_argument("--name", default="", help="the gateway's name in the status; default: host and process id")
+
+
+def _number(parse: Callable[[str], Any], default: float | None, text: str) -> dict[str, Any]:
+    return {"type": _parsed(parse), "default": default, "metavar": "N", "help": text}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         answer_memory_mb=arguments.answer_memory_mb,
         write_timeout_s=arguments.write_timeout_s,
         name=arguments.name,
-        access_log=arguments.access_log,
+        access_log=chosen(arguments, "access_log", os.environ) or "off",
     )
     say = logger.info if log_format == "json" else partial(print, flush=True)
     return serve(options, lambda url: say(f"listening on {url}"))

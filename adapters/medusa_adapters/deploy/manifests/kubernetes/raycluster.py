@@ -50,6 +50,7 @@ class RayCluster:
     client_token_secret: str | None = None
     tls: bool = False  # with certificates that nodes and gateways make from the token
     flags: Sequence[str] = ()  # of `medusa cluster start`
+    gateway_flags: Sequence[str] = ()  # of `medusa cluster gateway`
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -179,7 +180,7 @@ def _services(cluster: RayCluster) -> list[dict[str, Any]]:
 
 def _gateways(cluster: RayCluster) -> dict[str, Any]:
     command = ["medusa", "cluster", "gateway", f"--address={cluster.head}:{DATA_PORT}", f"--token-file={TOKEN_FILE}"]
-    command += _tls(cluster)
+    command += [*_tls(cluster), *cluster.gateway_flags]
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True}]
     volumes = [{"name": "tmp", "emptyDir": {}}, _token_volume(cluster.token_secret, "token")]
     if cluster.client_token_secret is not None:
