@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from medusa_runtime.config import OPTIONS, Settings, parse_option
 from medusa_runtime.errors import ConfigError
-from medusa_runtime.registry import engine_kind, imported
+from medusa_runtime.registry import engine_kind, imported, is_remote
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
@@ -80,6 +80,8 @@ class Deployment:
             raise ConfigError(f"engine: expected {whole}, of whose workers a group is made, found {self.engine!r}")
         if not isinstance(self.engine, str) or not self.engine.isidentifier():
             raise ConfigError(f"engine: expected an engine's name such as torch, found {self.engine!r}")
+        if is_remote(self.engine):
+            raise ConfigError(f"engine: expected one that runs the model itself, such as torch, found {self.engine!r}")
         for name, count in (("min", self.min), ("max", self.max)):
             if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_INSTANCES:
                 raise ConfigError(f"{name}: expected a number from 0 to {_MOST_INSTANCES}, found {count!r}")

@@ -403,7 +403,7 @@ OPTIONS = (
     Option("drain_s", seconds, "how long running requests may go on after SIGTERM"),
     Option("timeout_s", seconds, "how long a request may take, then 504; 0: for ever"),
     Option("read_timeout_s", _duration, "how long a client may take to send its request"),
-    Option("write_timeout_s", _duration, "how long a client may take nothing of its answer"),
+    Option("write_timeout_s", _duration, "how long an answer may wait for its client, beside a second for each 256 kB"),
     Option("max_body_mb", positive, "largest request body"),
     Option(
         "server_timing",

@@ -42,8 +42,16 @@ def test_an_slo_is_a_number_of_seconds(seconds: Any) -> None:
 
 @pytest.mark.parametrize(("engine", "whole"), [("group", "torch"), ("vllm-group", "vllm")])
 def test_the_engine_of_a_groups_workers_is_no_engine_of_a_deployment(engine: str, whole: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine: expected {whole}, .* found '{engine}'"):
+    with pytest.raises(ConfigError, match=rf"engine: expected {whole}, .* found '{engine}'"):
         Deployment.from_json({"name": "m", "url": "/m", "engine": engine})
+
+
+def test_a_deployment_runs_its_model_itself() -> None:
+    with pytest.raises(ConfigError, match=r"engine: expected one that runs the model itself, .* found 'cluster'"):
+        Deployment.from_json({"name": "m", "url": "/m", "engine": "cluster"})
+    refused = medusa("cluster", "deploy", "m", "--model", "s3://b/m", "--engine", "cluster")
+    assert refused.returncode == 2
+    assert "--engine: expected one of torch, vllm, found 'cluster'" in refused.stderr
 
 
 def test_users_are_not_offered_the_engine_of_a_groups_workers() -> None:

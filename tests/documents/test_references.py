@@ -97,6 +97,20 @@ def test_every_error_code_is_explained() -> None:
     assert sorted(first_cells("troubleshooting.md", "Reading an error")) == sorted(error_codes())
 
 
+def codes_of_answers(package: str) -> set[str]:
+    """The codes of errors that a package answers clients with."""
+    code = re.compile(r'\bcode(?:"\s*:|: str =|=) ?"(\w+)"')
+    return {name for file in (ROOT / package).rglob("*.py") for name in code.findall(file.read_text())}
+
+
+def test_every_code_that_a_client_gets_is_explained() -> None:
+    errors = (DOCS / "openai.md").read_text().partition("\n## Errors\n")[2].partition("\n## ")[0]
+    gateway = (DOCS / "cluster" / "gateway.md").read_text()
+    explained, of_gateways = (set(re.findall(r"`([a-z_]+)`", page)) for page in (errors, gateway))
+    assert codes_of_answers("handler") <= explained
+    assert codes_of_answers("runtime/medusa_cluster/gateway") <= explained | of_gateways
+
+
 def test_checks_of_doctor_that_can_fail_are_explained() -> None:
     checked = {finding.name for finding in examine(Settings(model=str(EXAMPLE), port=0))} | {"fits"}
     assert set(first_cells("troubleshooting.md", "Start here")) <= checked

@@ -7,7 +7,7 @@ import os
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.node.regions.model_key import absolute
-from medusa_runtime.registry import engine_names, offered_engines
+from medusa_runtime.registry import is_remote, offered_engines
 from medusa_runtime.storage.base import scheme_of
 
 from .connection import add_connection, ask
@@ -16,7 +16,7 @@ from .connection import add_connection, ask
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the name for requests; one that is known is changed")
     parser.add_argument("--model", required=True, metavar="URL", help="checkpoint: a URL, or a path on every node")
-    parser.add_argument("--engine", default="torch", metavar="NAME", help=f"one of {', '.join(offered_engines())}")
+    parser.add_argument("--engine", default="torch", metavar="NAME", help=f"one of {', '.join(_engines())}")
     parser.add_argument("--min", type=int, default=0, metavar="N", help="instances that always run (default: 0)")
     parser.add_argument("--max", type=int, default=1, metavar="N", help="instances at most")
     parser.add_argument("--ttft-slo", type=float, metavar="S", help="seconds to the first token that are wanted")
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--model: expected a URL, or a checkpoint's folder that is there on every node; {url} is not there"
         )
-    if arguments.engine not in engine_names():
-        raise ConfigError(f"--engine: expected one of {', '.join(offered_engines())}, found {arguments.engine!r}")
+    if arguments.engine not in _engines():
+        raise ConfigError(f"--engine: expected one of {', '.join(_engines())}, found {arguments.engine!r}")
     values = {
         "name": arguments.name,
         "url": url,
@@ -72,6 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     found = ask(arguments, "deploy", deployment.to_json())
     print(f"deployed {found['name']}: {found['url']}, {found['min']} to {found['max']} instances")
     return 0
+
+
+def _engines() -> tuple[str, ...]:
+    """Return the names of the engines that run the model on the cluster's nodes."""
+    return tuple(name for name in offered_engines() if not is_remote(name))
 
 
 def _setting(text: str) -> tuple[str, str]:

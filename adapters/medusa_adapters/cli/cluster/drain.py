@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="the node's name, see medusa cluster status")
     parser.add_argument("--undo", action="store_true", help="let the node take instances and copies again")
     parser.add_argument(
-        "--drain-s", type=float, metavar="S", help="how long running requests may go on there before they move; 30"
+        "--drain-s", type=float, metavar="S", help="how long running requests may go on before they move; default: 30"
     )
     parser.add_argument("--wait-s", type=float, default=600.0, metavar="S", help="how long to wait; 0: not at all")
     add_connection(parser)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_TOKEN_FILE = "MEDUSA_CLIENT_TOKEN_FILE"
 _ANSWER_MEMORY = "default: a quarter of what is available, at most 1024"
+_WRITE_TIMEOUT = "how long an answer may wait for its client, beside a second for each 256 kB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         ("max-body-mb", positive, 32, "largest request body"),
         ("answer-memory-mb", positive, None, f"memory for answers that are held, all together; {_ANSWER_MEMORY}"),
         ("hold-s", seconds, 600.0, "how long a request waits for an instance"),
-        ("write-timeout-s", seconds, 60.0, "how long a client may take nothing of its answer"),
+        ("write-timeout-s", seconds, 60.0, _WRITE_TIMEOUT),
     ):
         parser.add_argument(f"--{name}", **_number(parse, default, text))
     parser.add_argument(
