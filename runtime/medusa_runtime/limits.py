@@ -126,6 +126,11 @@ def peak_bytes() -> int:
     return (_field(Path("/proc/self/status"), "VmHWM:") or 0) * 1024
 
 
+def private_bytes() -> int:
+    """Return the memory that this process has resident for itself alone; 0 if the kernel does not say."""
+    return (_field(Path("/proc/self/status"), "RssAnon:") or 0) * 1024
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's groups under one controller, from its own up to the topmost visible one."""
     mounts = _mounts(root)

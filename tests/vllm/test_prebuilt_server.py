@@ -259,3 +259,25 @@ def test_an_engine_has_one_folder_and_a_late_mount_gets_none() -> None:
             files.path()
     finally:
         region.close()
+
+
+_TEMPLATES = """
+from medusa_vllm.serving.mounting import limit_templates
+limit_templates()
+from transformers.utils.chat_template_utils import render_jinja_template
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+large = "{{ messages[0].content * 10 ** 10 }}{% generation %}{{ 'a' }}{% endgeneration %}"
+print(AnthropicServingMessages._detect_merge_inline_system("{{ 'a' * 10 ** 10 }}"))
+print(render_jinja_template([[{"content": "b"}]], chat_template=large.replace("** 10", "** 0"))[0])
+try:
+    render_jinja_template([[{"content": "b"}]], chat_template=large)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_vllms_server_renders_chat_templates_within_limits() -> None:
+    done = subprocess.run([sys.executable, "-c", _TEMPLATES], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert lines[-3:-1] == ["True", "['ba']"], done.stderr
+    assert "the chat template makes texts" in lines[-1]

@@ -65,9 +65,7 @@ class ChatTemplate:
         try:
             text = self._template(name).render(values)
         except Exception as error:
-            raise ApiError(
-                400, f"the model's chat template refuses these messages: {error}", param="messages", code="bad_messages"
-            ) from error
+            raise ApiError(400, _reason(name, error), param="messages", code="bad_messages") from error
         return _cut_behind(text, messages[-1]["content"]) if continuing else text
 
     def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,11 +106,22 @@ def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
+def _reason(name: str, error: Exception) -> str:
+    from medusa_runtime.bounded_template.budget import TemplateLimitError
+
+    if isinstance(error, TemplateLimitError):
+        return (
+            f"the model's chat template {name!r} {error.what}; send less, or put a chat_template.jinja that stays "
+            "within the limits beside the weights"
+        )
+    return f"the model's chat template refuses these messages: {error}"
+
+
 def _environment() -> Environment:
     from jinja2 import nodes  # 50 ms, and only a chat needs it
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from medusa_runtime.bounded_template.environment import LimitedEnvironment
 
     class Generation(Extension):
         """The tag that marks the assistant's part, for training. Here only its body matters."""
@@ -123,9 +132,7 @@ def _environment() -> Environment:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)

@@ -32,6 +32,7 @@ from .mounting import (
     declare_no_processor,
     freeze_without_collection,
     front_configuration,
+    limit_templates,
     load_processors,
     notify_on_socket,
     reuse_configuration,
@@ -184,6 +185,7 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
     if arguments.served_model_name is None:
         arguments.served_model_name = [served.name]
     _import_plugins(arguments)
+    limit_templates()
     config = front_configuration(
         served.core.vllm_config,
         str(folder),

@@ -169,6 +169,16 @@ def freeze_without_collection() -> AbstractContextManager[None]:
     return patch_function("vllm.entrypoints.launchers.utils.server_utils", "freeze_gc_heap", lambda before: gc.freeze())
 
 
+def limit_templates() -> None:
+    """Have vLLM and transformers render chat templates within the limits of ours, from now on."""
+    import jinja2.sandbox
+    from medusa_runtime.bounded_template.environment import LimitedEnvironment
+    from transformers.utils import chat_template_utils
+
+    for module in (jinja2.sandbox, chat_template_utils):
+        vars(module)["ImmutableSandboxedEnvironment"] = LimitedEnvironment
+
+
 def load_processors(model_config: Any) -> None:
     """Load the logits processors that are installed, which vLLM looks for at the first request."""
     from vllm.v1.sample import logits_processor
@@ -200,6 +210,7 @@ __all__ = [
     "declare_no_processor",
     "freeze_without_collection",
     "front_configuration",
+    "limit_templates",
     "load_processors",
     "notify_on_socket",
     "reuse_configuration",
