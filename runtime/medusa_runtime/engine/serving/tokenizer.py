@@ -13,6 +13,7 @@ from ...resource_limits import as_limit_error
 from ...timeline import Timeline
 from ..base import EngineInfo
 from .token_texts import TokenTexts
+from .tokenizer_limits import check_limits
 from .validation import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,9 @@ class Tokenizer:
                 # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
                 parsed.no_padding()
                 parsed.no_truncation()
+                check_limits(parsed)
+        except CorruptError as error:
+            self._error = error
         except ImportError as error:
             self._error = as_limit_error(error) or EngineError(f"the tokenizers package cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the package raises bare Exception
