@@ -68,6 +68,7 @@ class Dispatch:
         self._wake = wake  # called when a request has to wait, to report it to the controller
         self._models: dict[str, _Model] = {}
         self._adapters: dict[str, str] = {}  # name → name of the model
+        self._early: dict[asyncio.Future[None], None] | None = {}  # requests before the first routes; None: they came
         self._standings: dict[str, _Standing] = {}
         self.instances: dict[str, Instance] = {}  # by id
 
@@ -75,6 +76,10 @@ class Dispatch:
 
     def update(self, routes: Routes) -> None:
         """Use these routes from now on. Waiting requests for a model that is gone get 404."""
+        early, self._early = self._early or {}, None
+        for request in early:
+            if not request.done():
+                request.set_result(None)
         for name in set(self._models) - set(routes.models):
             for waiter in self._models.pop(name).waiting:
                 _refuse(waiter, unknown_model(name))
@@ -99,6 +104,26 @@ class Dispatch:
         return found.deployed
 
     # Requests
+
+    async def wait_for_routes(self, deadline: float) -> None:
+        """Wait until the first routes are there, in order. Raises Fault 503.
+
+        ``deadline`` is by the monotonic clock. As many requests may wait as for instances.
+        """
+        if self._early is None:
+            return
+        if len(self._early) >= self._max_waiting:
+            raise unreached(f"yet, and {len(self._early)} requests wait for that, as many as may")
+        waiting = asyncio.get_running_loop().create_future()
+        self._early[waiting] = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiting
+        except TimeoutError:
+            raise unreached("in time") from None
+        finally:
+            if self._early is not None:
+                del self._early[waiting]
 
     async def lease(
         self, name: str, cost: float, *, avoid: frozenset[str], deadline: float, first: bool = False
@@ -169,6 +194,9 @@ class Dispatch:
 
     def refuse_waiting(self, fault: Fault) -> None:
         """End all waiting requests with this fault."""
+        for request in self._early or ():
+            if not request.done():
+                request.set_exception(fault)
         for model in self._models.values():
             for waiter in model.waiting:
                 _refuse(waiter, fault)
@@ -288,6 +316,12 @@ _NONE = object()
 def unknown_model(name: str) -> Fault:
     shown = name if len(name) <= 80 else name[:79] + "…"
     return Fault(404, f"the model {shown!r} does not exist", code="model_not_found", param="model")
+
+
+def unreached(when: str) -> Fault:
+    """Return what a request gets for which the controller has sent no routes, ``when`` it was to."""
+    text = f"this gateway has not reached the cluster's controller {when}; try again"
+    return Fault(503, text, code="not_ready", retry_after_s=_LEAST_RETRY_S)
 
 
 def _refuse(waiter: _Waiter, fault: Fault) -> None:

@@ -20,6 +20,7 @@ from medusa_runtime.storage.base import redacted
 from ..connections import Handler, track_request
 from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
+from .dispatch import unreached
 from .faults import BrokenOffError, Fault, compact
 from .gateway import Gateway
 from .instance_response import SMALL_BYTES, Answer
@@ -92,6 +93,7 @@ class GatewayServer:
                 async with self._read(request) as body:
                     call = parse_call(request.path, body.take(), request.headers)
                     body.count(len(call.body))
+                    await self._gateway.dispatch.wait_for_routes(began + self._options.hold_s)
                     # Requests for an adapter go to the instances of its model.
                     model = (await self._deployed(call.model)).name
                     request[MODEL] = model
@@ -115,8 +117,7 @@ class GatewayServer:
         """
         table, dispatch = self._gateway.table, self._gateway.dispatch
         if not table.known:
-            text = "this gateway has not reached the cluster's controller yet; try again"
-            raise Fault(503, text, code="not_ready", retry_after_s=1.0)
+            raise unreached("yet")
         with suppress(Fault):
             return dispatch.deployed(model)
         if not table.away_s:

@@ -28,10 +28,11 @@ def start_gateway(
     started: list[GatewayProcess] = []
     token = write_token(tmp_path)
 
-    def start(*arguments: str, wrapper: Sequence[str] = ()) -> GatewayProcess:
+    def start(*arguments: str, wrapper: Sequence[str] = (), ready: bool = True) -> GatewayProcess:
         address = f"127.0.0.1:{cluster.port}"
+        fork_server = cluster_fork_server
         started.append(
-            GatewayProcess(tmp_path, address, token, *arguments, wrapper=wrapper, fork_server=cluster_fork_server)
+            GatewayProcess(tmp_path, address, token, *arguments, wrapper=wrapper, ready=ready, fork_server=fork_server)
         )
         return started[-1]
 

@@ -430,7 +430,7 @@ def test_a_wrong_token_of_the_cluster_is_named(cluster: StandIn, tmp_path: Path)
     file = tmp_path / "wrong-token"
     file.touch(mode=0o600)
     file.write_text("not-the-token-of-this-cluster")
-    gateway = GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", file, ready=False)
+    gateway = GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", file, "--hold-s", "0.5", ready=False)
     try:
         until(lambda: "the controller is away" in gateway.output(), gateway.output)
         assert "no token" in gateway.output()  # what the node server answers

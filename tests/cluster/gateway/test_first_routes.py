@@ -1,0 +1,53 @@
+"""Requests that come to a gateway before it has reached the controller are held like all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster_stand_in import StandIn
+from gateway_fixtures import NAME, GatewayProcess, Instance
+from waiting import until
+
+REQUEST = {"model": NAME, "prompt": "def f(", "max_tokens": 2}
+Start = Callable[..., GatewayProcess]
+
+
+def test_a_request_waits_for_the_first_routes(
+    cluster: StandIn, start_gateway: Start, served: tuple[Instance, ...]
+) -> None:
+    cluster.away = True
+    cluster.deploy(NAME)
+    cluster.add(NAME, "one", served[0].url)
+    gateway = start_gateway("--max-waiting", "2", ready=False)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(gateway.post, "/v1/completions", REQUEST) for _ in range(3)]
+        until(lambda: any(one.done() for one in asked))
+        (refused,) = [one for one in asked if one.done()]
+        status, answer = refused.result()
+        assert (status, answer["error"]["code"]) == (503, "not_ready")
+        assert "2 requests wait for that, as many as may" in answer["error"]["message"]
+        assert gateway.get(f"/v1/models/{NAME}")[0] == 503
+        cluster.away = False
+        assert [one.result(60)[0] for one in asked if one is not refused] == [200, 200]
+
+
+def test_a_request_does_not_wait_for_ever_for_the_first_routes(cluster: StandIn, start_gateway: Start) -> None:
+    cluster.away = True
+    gateway = start_gateway("--hold-s", "0.5", ready=False)
+    status, headers, answer = gateway.exchange("POST", "/v1/completions", REQUEST)
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
+    assert "has not reached the cluster's controller in time" in answer["error"]["message"]
+    assert int(headers["retry-after"]) >= 1
+
+
+def test_a_gateway_that_stops_refuses_what_waits_for_the_first_routes(cluster: StandIn, start_gateway: Start) -> None:
+    cluster.away = True
+    gateway = start_gateway("--max-waiting", "1", "--drain-s", "0.5", ready=False)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(gateway.post, "/v1/completions", REQUEST) for _ in range(2)]
+        until(lambda: any(one.done() for one in asked))  # beyond the one that may wait
+        assert gateway.stop() == 1
+        found = [one.result(60) for one in asked]
+    assert [status for status, _ in found] == [503, 503]
+    assert any("is stopping" in answer["error"]["message"] for _, answer in found)
