@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from ssl import SSLContext
 from typing import cast
 
 from aiohttp import StreamReader, web
@@ -34,12 +35,15 @@ _MOST_WAITING = 8192  # connections without a request; one more closes the oldes
 class Connections:
     """A factory of connections' protocols, for ``loop.create_server(connections, …)``, that limits who waits.
 
-    ``read_timeout_s`` is the time for the head of a request, from its first byte.
+    ``read_timeout_s`` is the time for the head of a request, from its first byte, and for a TLS handshake. With
+    ``tls``, the protocols carry out the handshake, so ``create_server`` gets no context: until its end, the connection
+    is one that waits.
     """
 
-    def __init__(self, server: web.Server, read_timeout_s: float) -> None:
+    def __init__(self, server: web.Server, read_timeout_s: float, tls: SSLContext | None = None) -> None:
         self._server = server
-        self._read_timeout_s = read_timeout_s
+        self.read_timeout_s = read_timeout_s
+        self.tls = tls
         self._most_waiting = max(min(_MOST_WAITING, most_files() // 2), LEAST_FILES // 2)
         self._waiting: dict[_Connection, None] = {}  # the oldest first
 
@@ -49,8 +53,8 @@ class Connections:
     async def run(self) -> None:
         """Close connections whose head is overdue, until cancelled."""
         while True:
-            await asyncio.sleep(min(_POLL_S, self._read_timeout_s / 4))
-            begun_before = time.monotonic() - self._read_timeout_s
+            await asyncio.sleep(min(_POLL_S, self.read_timeout_s / 4))
+            begun_before = time.monotonic() - self.read_timeout_s
             for connection in list(self._waiting):
                 if connection.since is not None and connection.since < begun_before:
                     connection.close(408)
@@ -73,6 +77,8 @@ class _Connection(asyncio.Protocol):
         self._inner = cast("asyncio.Protocol", inner)
         self._connections = connections
         self._transport: asyncio.Transport | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._early: list[bytes] | None = None  # what comes with the end of the handshake
         self._body: StreamReader | None = None  # of a request, until it is answered and all of its body has come
         self._answered = False
         self._received_bytes = 0  # of the head that is arriving, or since the request began
@@ -82,9 +88,36 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._connections.add_waiting(self)
-        self._inner.connection_made(transport)
+        if self._connections.tls is None:
+            self._inner.connection_made(transport)
+        else:
+            self._transport.pause_reading()
+            self._early = []
+            self._handshake = asyncio.create_task(self._encrypt(self._transport, self._connections.tls))
+
+    async def _encrypt(self, transport: asyncio.Transport, context: SSLContext) -> None:
+        """Carry out the TLS handshake. A client that does not agree, or takes too long, is left."""
+        loop, timeout_s = asyncio.get_running_loop(), self._connections.read_timeout_s
+        try:
+            encrypted = await loop.start_tls(
+                transport, self, context, server_side=True, ssl_handshake_timeout=timeout_s
+            )
+        except OSError:
+            encrypted = None
+        early, self._early = self._early or (), None
+        if encrypted is None or transport.is_closing():
+            self._connections.remove_waiting(self)
+            transport.abort()
+            return
+        self._transport = encrypted
+        self._inner.connection_made(encrypted)
+        for data in early:
+            self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early.append(data)
+            return
         if self._answered and self._body is not None and self._body.is_eof():
             self._body, self._received_bytes = None, 0
         body = self._body
@@ -118,11 +151,12 @@ class _Connection(asyncio.Protocol):
         return self._received_bytes <= _HEAD_BYTES
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
+        return self._inner.eof_received() if self._early is None else None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.remove_waiting(self)
-        self._inner.connection_lost(error)
+        if self._early is None:  # else there was none to aiohttp yet
+            self._inner.connection_lost(error)
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()

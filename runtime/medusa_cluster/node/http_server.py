@@ -68,15 +68,13 @@ class NodeHttpServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        connections = Connections(self._runner.server, _HEAD_S)
+        connections = Connections(self._runner.server, _HEAD_S, self._access.server_context())
         host, port = self._settings.host, self._settings.data_port
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 connections,
                 host,
                 port,
-                ssl=self._access.server_context(),
-                ssl_handshake_timeout=_HEAD_S if self._access.tls else None,
                 backlog=1024,
             )
         except OSError as error:

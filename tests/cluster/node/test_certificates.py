@@ -15,12 +15,14 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from medusa_adapters.cli.cluster import connection
+from medusa_cluster import connections
 from medusa_cluster.node import http_server
 from medusa_cluster.node.certificates import held_certificates, write_certificates
 from medusa_cluster.node.controller_client import ControllerClient
@@ -224,22 +226,62 @@ def test_what_lies_in_the_place_of_the_certificates_is_replaced(tmp_path: Path, 
         assert settings.access().tls
 
 
-def test_a_handshake_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_HEAD_S", 0.4)
-    peer_access = access(tmp_path / "n", TOKEN, "127.0.0.1")
-    settings = NodeServerSettings("n", tmp_path / "n", "127.0.0.1", tmp_path / "n" / "token", data_port=free_port())
+def serve(folder: Path, scenario: Callable[[PeerAccess, int], Awaitable[None]]) -> None:
+    """Run a node's HTTP server while a scenario uses its port."""
+    peer_access = access(folder, TOKEN, "127.0.0.1")
+    settings = NodeServerSettings("n", folder, "127.0.0.1", folder / "token", data_port=free_port())
 
     async def held() -> None:
         line, instances = ControllerClient(settings, peer_access), Instances(settings)
         server = http_server.NodeHttpServer(settings, peer_access, Forwarder(instances), line, ())
         await server.start()
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", settings.data_port)
-            writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a client's hello
-            assert await asyncio.wait_for(reader.read(), 20) == b""
-            writer.close()
+            await scenario(peer_access, settings.data_port)
         finally:
             await server.close()
             await line.close()
 
     asyncio.run(held())
+
+
+async def half_a_handshake(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a client's hello
+    return reader, writer
+
+
+async def healthy(peer_access: PeerAccess, port: int) -> bool:
+    """Ask for /healthz in the same breath as the end of the handshake."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=peer_access.client_context())
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_handshake_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_S", 0.4)
+
+    async def scenario(peer_access: PeerAccess, port: int) -> None:
+        reader, writer = await half_a_handshake(port)
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        assert await healthy(peer_access, port)
+
+    serve(tmp_path / "n", scenario)
+
+
+def test_of_too_many_handshakes_the_oldest_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_S", 300.0)
+    monkeypatch.setattr(connections, "_MOST_WAITING", 40)
+
+    async def scenario(peer_access: PeerAccess, port: int) -> None:
+        made = [await half_a_handshake(port) for _ in range(42)]
+        for reader, _ in made[:2]:
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert [await healthy(peer_access, port) for _ in range(20)] == [True] * 20
+        assert not made[-1][0].at_eof()
+        for _, writer in made:
+            writer.close()
+
+    serve(tmp_path / "n", scenario)
