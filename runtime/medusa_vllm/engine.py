@@ -21,7 +21,7 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.inbox import Inbox
-from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.engine.serving.model_name import accepted_names, served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
@@ -178,10 +178,10 @@ class VllmEngine:
             from .serving.core import missing_part
 
             raise RequestError(f"this version of vLLM has no {missing_part()}, so only medusa's own routes answer")
-        name = served_name(self._settings, self._region.file)
+        names = accepted_names(self._settings, self._region.file)
         config = self.config.model_config
         served = ServedModel(
-            self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
+            self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, names,
             flag_words(self._settings), self._structured.limit_grammars, self._statistics,
         )  # fmt: skip
         return self._front_end.open(served)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.engine.serving.model_name import accepted_names
 from medusa_runtime.errors import json_excerpt, printable
 
 from ..faults import ApiError
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def check_model(service: Service, body: Body) -> str:
     """Return the name of the model or adapter that the body asks for. Raises ApiError 404 if it names another one."""
     asked = body.get("model")
-    # A name made from the location is known before config.json is there, and stays valid when that gives another one.
-    if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
+    if asked in (None, "", service.model.name, service.settings.model, *accepted_names(service.settings)):
         return service.model.name
     if isinstance(asked, str) and asked in service.model.adapters:
         return asked

@@ -20,7 +20,7 @@ from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest, SamplingParams
-from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.engine.serving.model_name import accepted_names
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
@@ -51,10 +51,11 @@ class CompatibleEngine:
         self._timeline = timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._files = TokenizerFolder(region)
-        self._name = served_name(settings, region.file)
+        names = accepted_names(settings, region.file)
+        self._name = names[0]
         folder = self._files.path()
         config = json.loads((folder / "config.json").read_text())
-        self._server = VllmServer(folder, region, settings, timeline, self._name)
+        self._server = VllmServer(folder, region, settings, timeline, names)
         try:
             with timeline.stage("vllm_server"):
                 self._server.wait_ready()

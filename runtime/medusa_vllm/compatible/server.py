@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -70,12 +70,14 @@ class Exchange:
 class VllmServer:
     """The process of `vllm serve`. ``folder`` has the checkpoint's small files; the socket is created there."""
 
-    def __init__(self, folder: Path, region: Region, settings: Settings, timeline: Timeline, name: str) -> None:
+    def __init__(
+        self, folder: Path, region: Region, settings: Settings, timeline: Timeline, names: Sequence[str]
+    ) -> None:
         self._socket = folder / "vllm.sock"
         extra = json.dumps(loader_config(region, timeline, settings))
         command = [sys.executable, "-c", _MAIN, "serve", str(folder), "--uds", str(self._socket)]
         command += ["--load-format", ANY_VERSION_FORMAT, "--model-loader-extra-config", extra]
-        command += ["--served-model-name", name, "--max-num-seqs", str(settings.max_concurrency)]
+        command += ["--served-model-name", *names, "--max-num-seqs", str(settings.max_concurrency)]
         if settings.compile != "always":
             command.append("--enforce-eager")
         if settings.max_model_len is not None:

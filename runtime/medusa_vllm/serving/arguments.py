@@ -23,7 +23,7 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
     """Return the fields of vLLM's EngineArgs that flags set; front-end flags are ignored. Raises ConfigError."""
     if not words:
         return {}
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -54,7 +54,7 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
     except Exception as error:  # reading the file of --config may raise anything
         raise ConfigError(f"flags of vllm serve cannot be read: {error}") from error
     refuse_medusas_own(name.replace("_", "-") for name in found)  # such a file may have them, too
-    known = {field.name for field in fields(AsyncEngineArgs)}
+    known = {field.name for field in fields(EngineArgs)}  # AsyncEngineArgs has one more, which its front end reads
     return {name: value for name, value in found.items() if name in known}
 
 

@@ -56,7 +56,7 @@ class ServedModel(NamedTuple):
     core: the engine's core, of ``serving.core``.
     folder: returns the folder with the checkpoint's small files, which the engine keeps.
     executor_class: the class of executor that the core was started with.
-    name: the model's name in answers.
+    names: the names by which requests may ask for the model. The first is the one in answers.
     words: the flags of ``vllm serve``.
     limit_grammars: has callers' grammars tried within limits before vLLM's backend, by name, compiles them.
     statistics: the engine's metrics, to which the front end's are added; None if flags want none.
@@ -66,7 +66,7 @@ class ServedModel(NamedTuple):
     folder: Callable[[], Path]
     executor_class: Any
     max_model_len: int
-    name: str
+    names: tuple[str, ...]
     words: list[str]
     limit_grammars: Callable[[str], None]
     statistics: Statistics | None
@@ -183,7 +183,7 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
         folder = served.folder()
         arguments = arguments_for(served.words, str(folder))
     if arguments.served_model_name is None:
-        arguments.served_model_name = [served.name]
+        arguments.served_model_name = list(served.names)
     _import_plugins(arguments)
     limit_templates()
     config = front_configuration(
@@ -224,6 +224,7 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
         load_processors(config.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
         with cache_method(config, "compute_hash"), cache_config_description(), cache_template_probe():
+            arguments.model = served.names[0]  # shown in /v1/models, where the folder's path means nothing to clients
             await init_app_state(client, app.state, arguments, tasks)
     return app, arguments
 

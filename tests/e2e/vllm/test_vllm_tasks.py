@@ -101,6 +101,7 @@ def test_adapters_answer_by_their_names(start: Callable[..., Any], example: Path
         "same": "pydoc-lm",
         "other": "pydoc-lm",
     }
+    assert models[0]["root"] == "pydoc-lm"
     texts = {}
     for name in ("pydoc-lm", "same", "other"):
         asked = {"model": name, "prompt": "Return the", "max_tokens": 8, "temperature": 0}

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ...region.reader import Region
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_HUB = "hf://"
 _NAMELESS = ("", ".", "..", "model", "models", "main")
 
 
@@ -39,6 +40,18 @@ def served_name(settings: Settings, read: Callable[[str], bytes | None] | None =
     if parts and parts[-1] not in _NAMELESS:
         return parts[-1]
     return _name_in(read) or (parts or ["model"])[-1]
+
+
+def accepted_names(settings: Settings, read: Callable[[str], bytes | None] | None = None) -> tuple[str, ...]:
+    """Return the names by which requests may ask for the model. The first is the one in answers.
+
+    The last is its name on the Hub, if it is from there: clients of other servers send that.
+    """
+    location = settings.model or ""
+    hub_name = location.removeprefix(_HUB).partition("@")[0] if location.startswith(_HUB) else ""
+    # A name made from the location is known before config.json is there, and stays valid when that gives another one.
+    names = (served_name(settings, read), served_name(settings), hub_name)
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def _name_in(read: Callable[[str], bytes | None] | None) -> str | None:

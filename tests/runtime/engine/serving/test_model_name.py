@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.engine.serving.model_name import accepted_names, served_name
 
 CONFIG = b'{"_name_or_path": "org/tiny-llama", "model_type": "llama"}'
 
@@ -31,3 +31,10 @@ def test_what_is_left_without_any() -> None:
     assert served_name(Settings(model="/opt/ml/model"), lambda _: b"no JSON") == "model"
     assert served_name(Settings(model="http://127.0.0.1:8112")) == "model"
     assert served_name(Settings(model="m", served_model_name="mine"), lambda _: CONFIG) == "mine"
+
+
+def test_a_model_of_the_hub_may_be_asked_for_by_its_name_there() -> None:
+    for revision in ("", "@main"):
+        settings = Settings(model=f"hf://org/name{revision}", served_model_name="mine")
+        assert accepted_names(settings) == ("mine", "org/name")
+    assert accepted_names(Settings(model="/opt/ml/model"), lambda _: CONFIG) == ("tiny-llama", "model")
