@@ -14,8 +14,10 @@ from medusa_runtime.timeline import Timeline
 from .compiled.settings import CompiledStart
 from .cpu.kv_budget import cache_bytes, kv_budget
 from .gpu.arguments import bundle_arguments, gpu_arguments, warn_of_unused_flags
-from .imports import import_model
+from .imports import import_model, keep_log_levels
+from .lean_imports import import_real_modules
 from .plugin import LOAD_FORMAT
+from .serving.lean_server import lean_server
 from .structured import TokenizerFolder
 from .weights.attached import loader_config
 
@@ -40,6 +42,9 @@ def configure(
         for architecture in architectures:
             import_model(str(architecture))
         arguments = _arguments(files, region, settings, timeline, compiled)
+        if _parses_reasoning(arguments):
+            with lean_server(), keep_log_levels():  # a parser may be a class that a lean import has left empty
+                import_real_modules()
         config = create(arguments)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
@@ -79,8 +84,7 @@ def _arguments(
     arguments |= flags
     # Text is tokenized here, by tokenizer.json. But for pictures, the core needs a processor, which reads its own files
     # and the tokenizer's; and for reasoning, vLLM's configuration reads the ids of the tags.
-    reasons = arguments.get("reasoning_parser") or arguments.get("reasoning_config")
-    tokenizes = bool(reasons) or not arguments["language_model_only"]
+    tokenizes = _parses_reasoning(arguments) or not arguments["language_model_only"]
     arguments |= {
         "model": str(files.path() if tokenizes else files.folder.path),
         "skip_tokenizer_init": not tokenizes,
@@ -102,6 +106,10 @@ def _arguments(
     if arguments["distributed_executor_backend"] == "mp":
         os.environ.setdefault("VLLM_RPC_BASE_PATH", str(files.path()))  # else a killed engine's sockets stay in /tmp
     return arguments
+
+
+def _parses_reasoning(arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get("reasoning_parser") or arguments.get("reasoning_config"))
 
 
 def create(arguments: dict[str, Any]) -> Any:

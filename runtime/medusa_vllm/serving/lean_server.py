@@ -27,15 +27,14 @@ _TYPES = "openai.types"
 @contextmanager
 def lean_server() -> Iterator[None]:
     """Make the import of vLLM's server lean in this context. Other code gets the real modules and classes."""
-    finder = _LazyPackages()
-    if _CLIENT not in sys.modules:
-        sys.meta_path.insert(0, finder)
+    if _CLIENT not in sys.modules or _PACKAGES.found_client:
+        sys.meta_path.insert(0, _PACKAGES)
     try:
         with _defer_validators():
             yield
     finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+        if _PACKAGES in sys.meta_path:
+            sys.meta_path.remove(_PACKAGES)
 
 
 @contextmanager
@@ -68,6 +67,8 @@ def _defer_validators() -> Iterator[None]:
 class _LazyPackages(MetaPathFinder):
     """Finds OpenAI's package and its packages of types, whose code runs when it is needed, or never."""
 
+    found_client = False  # the package itself
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -77,7 +78,11 @@ class _LazyPackages(MetaPathFinder):
         if spec is None or spec.submodule_search_locations is None or type(spec.loader) is not SourceFileLoader:
             return None
         spec.loader = _LazyLoader(spec.loader)
+        self.found_client |= name == _CLIENT
         return spec
+
+
+_PACKAGES = _LazyPackages()
 
 
 class _LazyLoader(Loader):

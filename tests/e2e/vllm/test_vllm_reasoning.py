@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -70,3 +71,17 @@ def test_both_engines_say_the_same(clients: list[openai.OpenAI], options: dict[s
         assert whole.usage is not None
         found.append((reasoning, content, choice.finish_reason, whole.usage.completion_tokens))
     assert found[0] == found[1]
+
+
+def test_a_parser_that_vllm_makes_of_its_parts_for_tool_calls_is_there_in_a_cold_process(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Qwen3's is. vLLM reads its tags when it makes its configuration, before its server is imported."""
+    flags = ("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "qwen3_xml")
+    serving = start("--model", write_thinker(tmp_path), "--engine", "vllm", "--kv-cache-mb", "64", "--", *flags)
+    asked = {"messages": [{"role": "user", "content": "2+2"}], "temperature": 0}
+    status, answer, _ = serving.request("POST", "/v1/chat/completions", asked, PATIENCE_S)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("I add two.", "Four")
+    assert serving.stop() == 0
