@@ -53,6 +53,13 @@ class Histogram:
         yield _sample(f"{self.name}_count", seen, self.labels)
 
 
+def expiration(prefix: str, at_s: float | None) -> Iterable[str]:
+    """Yield the lines of the gauge that says when a certificate ends; none without one."""
+    if at_s is not None:
+        text = "When the certificate, or the CA that signed it, ends, in seconds since the epoch."
+        yield from gauge(f"{prefix}_certificate_expiration_timestamp_seconds", text, ((), at_s))
+
+
 def gauge(name: str, text: str, *samples: tuple[Labels, float]) -> Iterable[str]:
     """Yield the lines of a gauge, or of a counter if the name ends with ``_total``."""
     yield from _head(name, "counter" if name.endswith("_total") else "gauge", text)

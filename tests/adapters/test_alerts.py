@@ -83,6 +83,11 @@ CASES: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
     "MedusaControllerAway": (
         5, {"medusa_gateway_controller_away_seconds": "99x9"}, {"medusa_gateway_controller_away_seconds": "0x9"}
     ),
+    "MedusaCertificateEnds": (  # after 10 and 20 days
+        5,
+        {"medusa_cluster_node_certificate_expiration_timestamp_seconds": "864000x9"},
+        {"medusa_gateway_certificate_expiration_timestamp_seconds": "1728000x9"},
+    ),
 }  # fmt: skip
 
 

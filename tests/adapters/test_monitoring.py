@@ -23,6 +23,7 @@ from medusa_adapters.cli.node_metrics import open_listener
 from medusa_cluster.gateway.gateway import Gateway, GatewayOptions
 from medusa_runtime import __version__
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.prometheus import expiration
 from medusa_runtime.storage.peer_access import PeerAccess
 from plain_environ import plain_environ
 
@@ -60,9 +61,9 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
     agent = _page(node, port, f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n')
     no_session: Any = None
-    gateway = Gateway(GatewayOptions(("head:1",), PeerAccess("t" * 16)), no_session, "")
+    gateway = Gateway(GatewayOptions(("head:1",), PeerAccess("t" * 16, expires_at_s=9.0)), no_session, "")
     gateway.metrics.of("lm").requests["/v1/completions", 200] += 1
-    page += agent + gateway.metrics_text()
+    page += agent + gateway.metrics_text() + "\n".join(expiration("medusa_cluster_node", 9.0))
     documented = (
         (MONITORING.parent / "docs/metrics.md").read_text().partition("## A node agent")[2].partition("\n## ")[0]
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 from medusa_runtime.errors import MedusaError
-from medusa_runtime.prometheus import gauge
+from medusa_runtime.prometheus import expiration, gauge
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .answer_memory import AnswerMemory, default_total_bytes
@@ -124,6 +124,7 @@ class Gateway:
                 "What answers take that are held until their clients have them.",
                 ((), self.answers.used_bytes),
             ),
+            *expiration("medusa_gateway", self.options.access.expires_at_s),
         ]
         return self.metrics.text(gauges) + "\n".join(lines) + "\n"
 

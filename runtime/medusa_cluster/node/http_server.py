@@ -14,6 +14,7 @@ from medusa_runtime.errors import (
     UnauthorizedError,
     UnknownNameError,
 )
+from medusa_runtime.prometheus import expiration
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..connections import Connections, http_logger, track_request
@@ -28,7 +29,7 @@ _HEAD_S = 10.0  # for the TLS handshake, and for the head of a request: a client
 
 
 class NodeHttpServer:
-    """The HTTP server for ``/instances/``, ``/cluster/``, ``/healthz`` and the routes that it is given."""
+    """The HTTP server for instances, the controller, probes, metrics, and the routes that it is given."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class NodeHttpServer:
             client_max_size=_LARGEST_CALL_BYTES, middlewares=[track_request, require_token(access.token)]
         )
         self.app.router.add_get("/healthz", self._health)
+        self.app.router.add_get("/metrics", self._metrics)
         self.app.router.add_post("/cluster/{operation}", self._cluster)
         self.app.router.add_route("*", "/instances/{id}/{path:.*}", forwarder.handle)
         self.app.router.add_routes(routes)
@@ -94,6 +96,10 @@ class NodeHttpServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"name": self._settings.name})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        lines = expiration("medusa_cluster_node", self._access.expires_at_s)
+        return web.Response(text="".join(f"{line}\n" for line in lines), content_type="text/plain", charset="utf-8")
 
     async def _cluster(self, request: web.Request) -> web.Response:
         operation = request.match_info["operation"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -20,12 +20,17 @@ _OUT_OF_TIME = (9, 10)  # OpenSSL's codes: a certificate is not yet valid, or ha
 
 @dataclass(frozen=True, slots=True)
 class PeerAccess:
-    """The cluster's token, and the paths of the files for mutual TLS: all three, or none of them for plain HTTP."""
+    """The cluster's token, and the paths of the files for mutual TLS: all three, or none of them for plain HTTP.
+
+    ``expires_at_s``: when the certificate or the CA that signed it ends, whichever comes first, in seconds since the
+    epoch. Known if ``of`` has read them.
+    """
 
     token: str = field(repr=False)
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
+    expires_at_s: float | None = None
 
     @classmethod
     def of(
@@ -43,8 +48,8 @@ class PeerAccess:
                 f"found only {', '.join(given)}"
             )
         access = cls(read_token(token_file), ca_file or None, cert_file or None, key_file or None)
-        if access.tls:
-            access.try_certificate()  # so that a bad file fails at start, and not in the first fetch
+        if access.tls:  # so that a bad file fails at start, and not in the first fetch
+            return replace(access, expires_at_s=access.try_certificate())
         return access
 
     @property
@@ -60,15 +65,17 @@ class PeerAccess:
         """Return the context with which a node listens; it requires a certificate. None for plain HTTP."""
         return self._context(server=True) if self.tls else None
 
-    def try_certificate(self) -> None:
-        """Shake hands with ourselves, in memory. Raises ConfigError if nodes would not accept our certificate."""
+    def try_certificate(self) -> float:
+        """Shake hands with ourselves, in memory, and return when the certificate, or its CA, ends.
+
+        Raises ConfigError if nodes would not accept our certificate.
+        """
         import ssl
 
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = [
-            self._context(server=False).wrap_bio(to_client, to_server),
-            self._context(server=True).wrap_bio(to_server, to_client, server_side=True),
-        ]
+        context = self._context(server=False)
+        client = context.wrap_bio(to_client, to_server)
+        ends = [client, self._context(server=True).wrap_bio(to_server, to_client, server_side=True)]
         for _ in range(20):  # half of them are enough
             try:
                 ends[0].do_handshake()
@@ -83,6 +90,11 @@ class PeerAccess:
                     f"{self.cert_file}: expected a certificate of the CA in {self.ca_file}, for servers and clients, "
                     f"which is valid now, found another one: {reason}"
                 ) from None
+
+        shown = client.getpeercert() or {}
+        issuers = [one for one in context.get_ca_certs() if one["subject"] == shown["issuer"]]
+        own_s, *issuers_s = (ssl.cert_time_to_seconds(str(one["notAfter"])) for one in (shown, *issuers))
+        return min(own_s, max(issuers_s, default=own_s))
 
     def _context(self, *, server: bool) -> ssl.SSLContext:
         import ssl  # 10 ms, and only needed for certificates

@@ -15,12 +15,13 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, TCPConnector, web
 from medusa_adapters.cli.cluster import connection
 from medusa_cluster import connections
 from medusa_cluster.node import http_server
@@ -257,6 +258,39 @@ async def healthy(peer_access: PeerAccess, port: int) -> bool:
     answer = await reader.read()
     writer.close()
     return answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_node_says_when_its_certificate_ends(tmp_path: Path) -> None:
+    async def scenario(peer_access: PeerAccess, port: int) -> None:
+        tls = peer_access.client_context()
+        async with ClientSession(f"https://127.0.0.1:{port}", connector=TCPConnector(ssl=tls)) as session:
+            async with session.get("/metrics") as refused:
+                assert refused.status == 401
+            async with session.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+                found = (await answer.text()).splitlines()[-1]
+        assert found == "medusa_cluster_node_certificate_expiration_timestamp_seconds 253402300799"
+
+    serve(tmp_path / "n", scenario)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
+@pytest.mark.parametrize(("authority_days", "node_days"), [(3, 9), (9, 3)])
+def test_a_certificate_ends_with_its_authority(tmp_path: Path, authority_days: int, node_days: int) -> None:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=tmp_path)
+
+    new = ("-newkey", "rsa:2048", "-nodes", "-subj")
+    openssl("req", "-x509", *new, "/CN=old", "-days", "1", "-keyout", "old.key", "-out", "old.pem")
+    openssl("req", "-x509", *new, "/CN=ca", "-days", str(authority_days), "-keyout", "ca.key", "-out", "ca.pem")
+    openssl("req", *new, "/CN=node", "-keyout", "node.key", "-out", "node.csr")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", str(node_days))
+    openssl("x509", "-req", "-in", "node.csr", *signed, "-out", "node.pem")
+    (tmp_path / "both.pem").write_text((tmp_path / "ca.pem").read_text() + (tmp_path / "old.pem").read_text())
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    found = PeerAccess.of(str(token), *(str(tmp_path / name) for name in ("both.pem", "node.pem", "node.key")))
+    assert found.expires_at_s == pytest.approx(time.time() + 3 * 86400, abs=600)
 
 
 def test_a_handshake_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,8 @@ def _answer_of_a_gateway(*where: str | Path) -> Any:
             url = gateway.stdout.readline().split()[-1]
             until(lambda: _is_ready(url))
             body = json.dumps({"model": "tiny", "prompt": "This function", "max_tokens": 4, "temperature": 0})
+            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as metrics:
+                assert b"medusa_gateway_certificate_expiration_timestamp_seconds 253402300799\n" in metrics.read()
             asked = urllib.request.Request(f"{url}/v1/completions", body.encode(), {"Content-Type": "application/json"})
             with urllib.request.urlopen(asked, timeout=120) as answer:
                 return json.load(answer)
