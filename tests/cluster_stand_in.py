@@ -145,7 +145,7 @@ class StandIn:
             return web.json_response({"error": {"code": "Cluster.NoInstance", "message": "no"}}, status=404)
         self.calls.append((instance, path))
         body = await request.read()
-        kept = ("Content-Type", "X-Request-Id")
+        kept = ("Content-Type", "X-Request-Id", "Traceparent")
         headers = {name: request.headers[name] for name in kept if name in request.headers}
         response: web.StreamResponse | None = None
         try:

@@ -7,18 +7,19 @@ import http.client
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_handler.server.tokens import Tokens
 from medusa_runtime.errors import ConfigError
+from span_collector import Collector, collector
 
 Serve = Callable[..., Any]
+__all__ = ["collector"]
+
 PAGE = "https://app.example"
 
 
@@ -153,52 +154,6 @@ def test_each_answer_is_a_line_of_the_access_log(serve: Serve) -> None:
     assert text.request("GET", "/v1/no%0Athing")[0] == 404
     text.until(lambda: "\n" in text.output())
     assert "GET /v1/no\\nthing 404 " in text.output()
-
-
-class Collector:
-    """What receives spans over OTLP, as a real collector would."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.service = ""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                import gzip
-
-                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                request = ExportTraceServiceRequest.FromString(body)
-                for resource in request.resource_spans:
-                    names = {a.key: a.value.string_value for a in resource.resource.attributes}
-                    outer.service = names["service.name"]
-                    for scope in resource.scope_spans:
-                        outer.spans += scope.spans
-                self.send_response(200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def named(self, name: str) -> list[Any]:
-        return [span for span in self.spans if span.name == name]
-
-
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.sdk", reason="traces need OpenTelemetry")
-    collector = Collector()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server.server_port}")
-    yield collector
-    collector.server.shutdown()
-    collector.server.server_close()
 
 
 def test_requests_and_the_start_are_spans(serve: Serve, collector: Collector) -> None:

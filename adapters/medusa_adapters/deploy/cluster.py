@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head-storage", metavar="SIZE", help="a volume for the head's state, e.g. 1Gi")
     add_list(parser, "--gateway-set", "NAME=VALUE", "a flag of `medusa cluster gateway`, e.g. hold-s=120")
+    add_list(parser, "--gateway-env", "NAME=VALUE", "of gateways")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help="of nodes, gateways and instances")
     add_node_arguments(parser)
     add_apply(parser)
@@ -118,6 +119,7 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
         client_token_secret=values.subdomain(client, "--client-token-secret") if client else None,
         flags=_flags(arguments),
         gateway_flags=_gateway_flags(arguments),
+        gateway_env=values.variables(arguments.gateway_env, "--gateway-env"),
         env=env,
     )
 

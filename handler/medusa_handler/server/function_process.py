@@ -103,7 +103,7 @@ def _check(settings: Settings) -> None:
 
         Tokens(None, settings.api_key_file)
     if settings.traces != "off":
-        from .tracing import check_installed
+        from medusa_runtime.spans import check_installed
 
         check_installed()
 
@@ -186,7 +186,7 @@ def _boot(
         if service.function is not None:
             service.function.close()
         if gateway.tracer is not None:
-            gateway.tracer.close()
+            gateway.tracer.sender.close()
         return idle
 
     return gateway, drain

@@ -52,6 +52,7 @@ class GatewayOptions:
     write_timeout_s: float = 60.0
     name: str = ""
     access_log: str = "off"  # or text, json
+    traces: str = "off"  # or otlp
 
     @property
     def max_body_bytes(self) -> int:

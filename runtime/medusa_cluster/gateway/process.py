@@ -70,6 +70,8 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             with suppress(asyncio.CancelledError):
                 await running
             await runner.cleanup()
+            if server.tracer is not None:
+                await asyncio.to_thread(server.tracer.close)
 
 
 async def _drain(server: GatewayServer, accepting: asyncio.Server, stop: asyncio.Event, drain_s: float) -> int:

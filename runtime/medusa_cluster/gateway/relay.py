@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import aiohttp
@@ -22,6 +22,7 @@ from .metrics import Metrics, ModelMetrics
 from .streaming import sse
 from .streaming.other_events import DivergedError
 from .streaming.replay import Transcript
+from .tracing import NOT_TRACED, RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class _Progress:
 
     began: float
     deadline: float
+    trace: RequestTrace
     runs: int = 0
     first_at: float | None = None
     last_at: float = 0.0
@@ -81,15 +83,18 @@ class Relay:
         self._metrics = metrics
         self._hold_s = hold_s
 
-    async def run(self, call: Call, client: Client, began: float, share: Share) -> Answer | None:
+    async def run(
+        self, call: Call, client: Client, began: float, share: Share, trace: RequestTrace = NOT_TRACED
+    ) -> Answer | None:
         """Answer a request. Return the whole answer, or None if it was sent to ``client`` piece by piece.
 
         ``began`` is when the request arrived, by the monotonic clock. The answer takes its memory from ``share``.
+        ``trace`` gets a span for each time that it waits or runs.
         Raises Fault if it cannot be answered, ConnectionError if the client is gone, and BrokenOffError, which is one,
         if the instance is lost when the client has a part of an answer that cannot be run again.
         """
         hold_s = self._dispatch.deployed(call.model).hold_s
-        progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
+        progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s), trace)
         transcript = Transcript()
         metrics = self._metrics.of(call.model)
         progress.prompt_tokens = metrics.prompt_tokens(call.prompt_tokens, call.prompt_bytes)
@@ -114,10 +119,14 @@ class Relay:
         metrics = self._metrics.of(call.model)
         again = False
         while True:
-            lease = await self._lease(call, avoid, progress, again)
+            with progress.trace.stage("wait for an instance"):
+                lease = await self._lease(call, avoid, progress, again)
             again = True
             try:
-                answer = await self._run_on(lease, call, client, progress, transcript, share)
+                where = {"medusa.instance": lease.instance.id, "medusa.node": lease.instance.node}
+                with progress.trace.stage("run", **where) as headers:
+                    traced = replace(call, headers={**call.headers, **headers})
+                    answer = await self._run_on(lease, traced, client, progress, transcript, share)
             except BusyError:
                 self._dispatch.pause(lease.instance.id)
                 metrics.retries["busy"] += 1

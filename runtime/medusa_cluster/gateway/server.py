@@ -27,6 +27,7 @@ from .instance_response import SMALL_BYTES, Answer
 from .page import page
 from .routes import DeployedModel
 from .streaming import sse
+from .tracing import NOT_TRACED, RequestTrace, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class GatewayServer:
         self._gateway = gateway
         self._options = gateway.options
         self.draining = False
+        self.tracer = Tracer() if self._options.traces == "otlp" else None
         self.in_flight = 0
         self._bodies = _BodyMemory()
         self._idle = asyncio.Event()
@@ -88,6 +90,7 @@ class GatewayServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         began = time.monotonic()
         model, status = "", 500
+        trace = NOT_TRACED if self.tracer is None else self.tracer.begin(request.headers)
         with self._counted():
             try:
                 async with self._read(request) as body:
@@ -97,8 +100,11 @@ class GatewayServer:
                     # Requests for an adapter go to the instances of its model.
                     model = (await self._deployed(call.model)).name
                     request[MODEL] = model
-                    call = replace(call, model=model, headers={**call.headers, "X-Request-Id": request[REQUEST_ID]})
-                    response, status = await self._relay(request, call, began)
+                    headers = {**call.headers, "X-Request-Id": request[REQUEST_ID]}
+                    if trace.is_new:
+                        headers.pop("Tracestate", None)  # it goes with the parent (Trace Context, section 3.2)
+                    call = replace(call, model=model, headers=headers)
+                    response, status = await self._relay(request, call, began, trace)
                     return response
             except (Fault, BrokenOffError) as error:
                 status = error.status
@@ -109,6 +115,7 @@ class GatewayServer:
                 raise
             finally:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
+                trace.end(request.method, request.path, model, status, request[REQUEST_ID])
 
     async def _deployed(self, model: str) -> DeployedModel:
         """Return a deployed model.
@@ -130,12 +137,14 @@ class GatewayServer:
             text = f"{fault.message} as far as this gateway knows, and the cluster's controller is away; try again"
             raise Fault(503, text, code="not_ready", retry_after_s=1.0) from None
 
-    async def _relay(self, request: web.Request, call: Call, began: float) -> tuple[web.StreamResponse, int]:
+    async def _relay(
+        self, request: web.Request, call: Call, began: float, trace: RequestTrace
+    ) -> tuple[web.StreamResponse, int]:
         """Return the answer and the status that it counts as: that of the error in which a stream has ended."""
         client = _Client(request, self._options.write_timeout_s)
         try:
             with self._gateway.answers.share() as share:
-                answer = await self._gateway.relay.run(call, client, began, share)
+                answer = await self._gateway.relay.run(call, client, began, share, trace)
                 if answer is None:
                     return await client.end(), client.status
                 if len(answer.body) > SMALL_BYTES:

@@ -23,6 +23,7 @@ MORE = [
     *("--secret=aws", "--secret=HF_TOKEN=hub/token", "--head-storage=1Gi", "--pull-secret=registry", "--label=team=a"),
     *("--client-token-secret=clients", "--node-selector=pool=gpu", "--toleration=pool=gpu", "--runtime-class=nvidia"),
     *("--annotation=example.com/note=a b", "--gateway-set=hold-s=120", "--gateway-set=access-log=json"),
+    "--gateway-env=OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318",
     "--log-format=json",
 ]
 CRD = Path(__file__).parent / "schemas" / "kuberay_raycluster_crd.yaml"
@@ -121,8 +122,9 @@ def test_with_tls_nodes_and_gateways_make_certificates_and_the_kubelet_needs_non
 def test_gateways_have_the_flags_that_are_set_and_all_log_in_one_form() -> None:
     documents = by_kind(rendered(*BASE, *MORE)[1])
     (gateway,) = documents["Deployment"]
-    command = gateway["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert {"--hold-s=120", "--access-log=json", "--log-format=json"} <= set(command)
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    assert {"--hold-s=120", "--access-log=json", "--log-format=json"} <= set(container["command"])
+    assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"} in container["env"]
     for template in templates(documents["RayCluster"][0]):
         assert "--log-format=json" in template["spec"]["containers"][0]["command"]
 
@@ -210,6 +212,7 @@ esac
             "argument --hold-s: expected seconds",
         ),
         (["--gateway-set=hold-s"], "--gateway-set='hold-s' cannot be used"),
+        (["--gateway-env=1"], "--gateway-env cannot be used"),
         (["--gateway-set=port=1"], "expected NAME=VALUE with one of max-waiting, max-body-mb"),
     ],
 )

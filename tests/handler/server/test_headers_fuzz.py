@@ -55,10 +55,10 @@ def test_fuzzed_traceparents() -> None:
 
     try:
         fuzz(st.binary(max_size=80), check, [PARENT.encode(), PARENT.replace("00-", "cc-").encode() + b"-more" * 999])
-        assert all(len(span.name) < 300 for span in tracer._pending)
+        assert all(len(span.name) < 300 for span in tracer.sender.pending)
     finally:
-        tracer._pending.clear()
-        tracer._stopping.set()
+        tracer.sender.pending.clear()
+        tracer.sender._stopping.set()
 
 
 def test_a_traceparent_of_version_00_has_nothing_behind_its_flags() -> None:
@@ -70,8 +70,8 @@ def test_a_traceparent_of_version_00_has_nothing_behind_its_flags() -> None:
             lambda environ, start, passed_on=passed_on: (passed_on.append(environ), answer(environ, start))[1]
         )
         call(app, HTTP_TRACEPARENT=header)
-        tracer._pending.clear()
-        tracer._stopping.set()
+        tracer.sender.pending.clear()
+        tracer.sender._stopping.set()
         assert (passed_on[0]["HTTP_TRACEPARENT"][3:35] == PARENT[3:35]) is kept, header
 
 

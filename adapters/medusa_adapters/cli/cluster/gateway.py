@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from medusa_runtime.config import ACCESS_LOGS, positive, seconds
+from medusa_runtime.config import ACCESS_LOGS, TRACES, positive, seconds
 
 from ..flags import add_log_format, chosen, log_settings
 from .connection import access, add_connection, ask
@@ -54,6 +54,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         choices=ACCESS_LOGS,
         help="a line on stderr for each answered request; default: off [MEDUSA_ACCESS_LOG]",
     )
+    parser.add_argument(
+        "--traces",
+        choices=TRACES,
+        help="otlp: a span for each request, and for its waits and runs; default: off [MEDUSA_TRACES]",
+    )
 
 
 def _number(parse: Callable[[str], Any], default: float | None, text: str) -> dict[str, Any]:
@@ -65,10 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
     from medusa_cluster.gateway.gateway import GatewayOptions
     from medusa_cluster.gateway.process import run as serve
     from medusa_runtime.logs import configure_logging
+    from medusa_runtime.spans import check_installed
     from medusa_runtime.storage.peer_access import read_token
 
     level, log_format = log_settings(arguments, os.environ)
     configure_logging(level, log_format)
+    traces = chosen(arguments, "traces", os.environ) or "off"
+    if traces != "off":
+        check_installed()
     options = GatewayOptions(
         addresses=_addresses(arguments),
         access=access(arguments),
@@ -83,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_timeout_s=arguments.write_timeout_s,
         name=arguments.name,
         access_log=chosen(arguments, "access_log", os.environ) or "off",
+        traces=traces,
     )
     say = logger.info if log_format == "json" else partial(print, flush=True)
     return serve(options, lambda url: say(f"listening on {url}"))

@@ -125,13 +125,13 @@ def is_variable(text: str) -> bool:
     return _VARIABLE.fullmatch(text) is not None
 
 
-def variables(values: Sequence[str]) -> dict[str, str]:
-    """Return the variables given with ``--env``. An error's message omits the value, because it may be a secret."""
+def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
+    """Return the variables given with a flag. An error's message omits the value, because it may be a secret."""
     found = {}
     for text in values:
         variable, sign, value = text.partition("=")
         if not sign or not is_variable(variable):
             found_text = repr(variable) if sign else "a text without '='"
-            raise ConfigError(f"--env cannot be used: expected NAME=VALUE, found {found_text}")
+            raise ConfigError(f"{flag} cannot be used: expected NAME=VALUE, found {found_text}")
         found[variable] = value
     return found

@@ -51,7 +51,8 @@ class RayCluster:
     tls: bool = False  # with certificates that nodes and gateways make from the token
     flags: Sequence[str] = ()  # of `medusa cluster start`
     gateway_flags: Sequence[str] = ()  # of `medusa cluster gateway`
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # of nodes
+    gateway_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
@@ -192,7 +193,7 @@ def _gateways(cluster: RayCluster) -> dict[str, Any]:
         "image": cluster.image,
         "command": [*command, f"--port={GATEWAY_PORT}", f"--drain-s={_DRAIN_S}", "--name=$(POD_NAME)"],
         "ports": [{"name": "http", "containerPort": GATEWAY_PORT}],
-        "env": [_field("POD_NAME", "metadata.name")],
+        "env": [_field("POD_NAME", "metadata.name"), *environment(cluster.gateway_env, ())],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": GATEWAY_PORT}, "periodSeconds": 2},
         "livenessProbe": {"httpGet": {"path": "/livez", "port": GATEWAY_PORT}, "periodSeconds": 10},
         # A pod that is being removed still gets requests until every machine knows about it.
