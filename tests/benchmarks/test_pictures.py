@@ -10,6 +10,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from medusa_adapters.report.gantt import render_text
+from medusa_runtime.timeline import Stage
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -21,6 +23,12 @@ def test_the_command_draws_what_the_documents_show(tmp_path: Path) -> None:
     subprocess.run([*COMMAND, "--out", tmp_path], cwd=ROOT, check=True, capture_output=True)
     for name in NAMES:
         assert (tmp_path / name).read_text() == (PICTURES / name).read_text(), "run python -m benchmarks.pictures"
+
+
+def test_the_quickstart_shows_the_same_start_as_text() -> None:
+    record = json.loads((PICTURES / "start.json").read_text())
+    chart = render_text([Stage(**stage) for stage in record["stages"]])
+    assert f"\n```\n{chart}\n```\n" in (ROOT / "docs" / "quickstart.md").read_text(), chart
 
 
 @pytest.mark.parametrize("name", NAMES)
