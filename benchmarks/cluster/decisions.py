@@ -69,7 +69,7 @@ def decisions(nodes: int, models: int) -> Iterator[tuple[str, float]]:
     names = list(state.nodes)
     reported = dict(state.nodes)
     for name in names[:: len(names) // 1000 or 1]:
-        reported[name] = replace(reported[name], egress_bytes_per_s=1.0)
+        reported[name] = _used(reported[name])
     state = replace(state, nodes=reported)
     yield "status_of_1000_nodes", tick(state)
     yield "status_of_all_nodes", tick(replace(state, nodes={name: _again(node) for name, node in reported.items()}))
@@ -114,10 +114,15 @@ def cluster(nodes: int, models: int) -> ClusterState:
 
 
 def _again(node: Node) -> Node:
-    """Return an equal copy of the node, as a controller makes one when it parses a status."""
+    """Return the node as a controller makes it anew when it parses a status: with equal copies and instances."""
     copies = tuple(replace(copy) for copy in node.copies)
     instances = tuple(replace(instance) for instance in node.instances)
-    return replace(node, ingress_bytes_per_s=1.0, copies=copies, instances=instances)
+    return replace(_used(node), copies=copies, instances=instances)
+
+
+def _used(node: Node) -> Node:
+    """Return the node with a little more of its memory in use: what most new statuses say."""
+    return replace(node, memory_used_bytes=node.memory_used_bytes + 4096)
 
 
 def _nodes(count: int) -> list[Node]:

@@ -49,7 +49,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 usual = median(expected.gaps())
                 pause = _pause(found, switch)
                 pauses_s.append(pause)
-                pauses.append(max(pause - _last_bytes(site, stages) / site.link_bytes_per_s, 0.0) / usual)
+                pauses.append(max(pause - _last_bytes(stages) / site.link_bytes_per_s, 0.0) / usual)
                 ours, others = gaps_together(found, beside)
                 if len(ours) > options.tokens // 4:
                     after.append(median(ours) / median(others))
@@ -126,7 +126,7 @@ def _pause(stream: Stream, switch: float) -> float:
     return max(near, default=0.0)
 
 
-def _last_bytes(site: Site, stages: list[Stage]) -> float:
+def _last_bytes(stages: list[Stage]) -> float:
     """Return the bytes that were still to be sent while nothing ran: at most one round's share."""
     gather = next((stage for stage in stages if stage.name == "gather"), None)
     return 0.0 if gather is None else gather.detail["last_bytes"]

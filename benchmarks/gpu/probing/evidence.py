@@ -8,7 +8,7 @@ from ctypes import byref, c_int
 from typing import Any
 
 from medusa_runtime.state.graphs import CudaDriver, ImageStore
-from medusa_runtime.state.graphs.blueprint import Blueprints, GraphBlueprint, NodeKind
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint, NodeKind
 from medusa_runtime.state.graphs.driver import CudaError
 from medusa_runtime.state.graphs.materialization.dump import edges_of, kernel_of, node_kind, nodes_of
 from medusa_runtime.state.graphs.structs import ATTRIBUTE_BYTES
@@ -100,7 +100,7 @@ def differences(driver: CudaDriver, captured: int, made: int, images: ImageStore
     return found
 
 
-def parameters(graph: GraphBlueprint, blueprints: Blueprints) -> list[str]:
+def parameters(graph: GraphBlueprint) -> list[str]:
     """The parameter bytes of each node, in hexadecimal."""
     return [graph.blob[node.start : node.start + node.size].hex() for node in graph.nodes]
 

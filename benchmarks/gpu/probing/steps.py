@@ -65,9 +65,9 @@ class Step:
     well. The probe then starts the step again, which leaves out what has failed before.
     """
 
-    def __init__(self, out: Path, *, case_s: float | None = None) -> None:
+    def __init__(self, out: Path) -> None:
         self._out = out
-        self._case_s = case_s or float(os.environ.get("PROBE_CASE_S", _CASE_S))  # tests have less patience
+        self._case_s = float(os.environ.get("PROBE_CASE_S", _CASE_S))  # tests have less patience
         self._began = time.monotonic()
         self.broken: Callable[[], bool] = lambda: False  # whether the device's context is
         self.facts: Facts = json.loads(out.read_text()) if out.exists() else {}
@@ -141,7 +141,7 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
             return {
                 "nodes": evidence.nodes(ground.driver, handles[graph.key], images),
                 "edges": evidence.edges(ground.driver, handles[graph.key]),
-                "parameters": evidence.parameters(graph, dump),
+                "parameters": evidence.parameters(graph),
             }
 
         step.attempt(f"graph {graph.key}", facts)

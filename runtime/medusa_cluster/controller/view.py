@@ -86,8 +86,6 @@ def _policy_node(
         drain_s=drain_s,
         leaf=str(status.get("leaf", "")),
         link_bytes_per_s=float(status.get("link_bytes_per_s", 1e9)),
-        egress_bytes_per_s=float(status.get("egress_bytes_per_s", 0)),
-        ingress_bytes_per_s=float(status.get("ingress_bytes_per_s", 0)),
         memory_bytes=int(status.get("memory_bytes", 0)),
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),

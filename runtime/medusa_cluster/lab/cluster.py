@@ -29,16 +29,14 @@ _SHOWN_LINES = 5
 class LabCluster:
     """A cluster whose head is the laboratory's first node. Node servers end with the laboratory, or with ``stop``.
 
-    ``flags`` are further flags of ``medusa cluster start``, and ``environment`` further variables, for all nodes.
-    ``gpus`` are the names of this machine's GPUs, which are divided among the nodes: each lends its own to one instance
-    at a time. None: all that are visible here.
+    ``flags`` are further flags of ``medusa cluster start``, for all nodes. ``gpus`` are the names of this machine's
+    GPUs, which are divided among the nodes: each lends its own to one instance at a time. None: all that are visible.
     """
 
     def __init__(
         self,
         lab: Laboratory,
         flags: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
         gpus: Sequence[str] | None = None,
     ) -> None:
         self.lab = lab
@@ -50,7 +48,6 @@ class LabCluster:
         self.gateways: list[subprocess.Popen[bytes]] = []
         self.token_file = lab.node_folder(SWITCH) / "token"
         self._flags = tuple(flags)
-        self._environment = dict(environment or {})
         self._began: dict[str, int] = {}  # node → the offset in its log where the running server's output begins
         self.token = secrets.token_hex(32)
         self.token_file.touch(0o600)
@@ -175,7 +172,7 @@ class LabCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment | dict(more or {}) | self._environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment | dict(more or {}) | {"PYTHONUNBUFFERED": "1"},
             )
 
     def _answers(self, port: int) -> bool:

@@ -102,8 +102,6 @@ class Node:
     fast_domain: str = ""  # nodes of one domain share a link that is much faster than the network; "": none
     link_bytes_per_s: float = 1e9
     load_bytes_per_s: float = math.inf  # host memory → device
-    egress_bytes_per_s: float = 0.0  # in use now
-    ingress_bytes_per_s: float = 0.0
     memory_bytes: int = 0  # for copies in host memory
     memory_used_bytes: int = 0
     devices: int = 0  # accelerators

@@ -55,11 +55,6 @@ class QuantizedParameter(nn.Parameter):
         return func(*_plain(args), **dict(zip(kwargs or {}, _plain((kwargs or {}).values()), strict=True)))
 
 
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-
-
 def _plain(values: Any) -> tuple[Any, ...]:
     return tuple(
         value.floats()
