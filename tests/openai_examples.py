@@ -59,9 +59,10 @@ def tools_loop(client: openai.OpenAI, model: str) -> None:
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["place"] in ("Paris", "Rome")
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    # The example's chat template shows no tools, so that it could not choose.
     second = client.chat.completions.create(
         model=model, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=6
-    )  # the example's chat template shows no tools, so that it could not choose
+    )
     assert second.choices[0].finish_reason in ("stop", "length")
 
 

@@ -46,9 +46,8 @@ def main() -> int:
         while onward is not None and at < stop:
             at += os.sendfile(onward.fileno(), descriptor, at, stop - at)
     cpu_s = time.process_time() - began_s
-    _next(
-        json.dumps({"first_s": first_s, "ended_s": time.monotonic(), "cpu_s": cpu_s})
-    )  # keep the sockets open: the next relay may still be reading
+    # Keep the sockets open until the answer: the next relay may still be reading.
+    _next(json.dumps({"first_s": first_s, "ended_s": time.monotonic(), "cpu_s": cpu_s}))
     return 0
 
 

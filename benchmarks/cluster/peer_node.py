@@ -71,9 +71,8 @@ class PeerNode:
         fetched = client.region(url)
         while fetched.progress().state == "fetching":
             time.sleep(_FETCHED_POLL_S)
-        region = ChecksummedRegion(
-            fetched
-        )  # only now, because a node server does not read the index of a model that it fetches
+        # Only now, because a node server does not read the index of a model that it fetches.
+        region = ChecksummedRegion(fetched)
         self._held[url] = client, region
         started_ns, first_ns, ended_ns = region.times_ns
         rest_bytes = region.total_bytes - region.chunk_bytes  # the bytes after the first chunk

@@ -351,9 +351,8 @@ class Execution:
         node has begun to fetch by itself, for example because it lost its copy. Then it reads from ``holders``, or if
         there are none, from nodes that are fetching the model. Its fetch is noted, so that the next node reads from it.
         """
-        holders = tuple(
-            name for name in holders if (name, url) not in self._fetches
-        )  # those that fetch anew may have lost their copy
+        # Those that fetch anew may have lost their copy.
+        holders = tuple(name for name in holders if (name, url) not in self._fetches)
         planned = self._fetches.get((node, url))
         if planned is not None:
             return tuple(dict.fromkeys((*planned.sources, *holders)))

@@ -276,19 +276,17 @@ class Dispatch:
                 best, chosen = rank, instance
         return chosen
 
-    def _find_room(self, name: str) -> str | object | None:
-        """Return None if there is a place to wait, else the model that has to give one up, or _NONE if none has to."""
-        if sum(len(model.waiting) for model in self._models.values()) < self._max_waiting:
-            return None
-        longest = max(self._models, key=lambda other: len(self._models[other].waiting), default=name)
-        return longest if self.waiting(longest) > self.waiting(name) + 1 else _NONE
-
     def _make_room(self, name: str) -> None:
-        loser = self._find_room(name)
-        if loser is _NONE:
+        """Make a place to wait for a request of a model, by taking one from the model with the longest queue.
+
+        Raises Fault if no queue is longer than this model's would be.
+        """
+        if sum(len(model.waiting) for model in self._models.values()) < self._max_waiting:
+            return
+        longest = max(self._models, key=self.waiting)
+        if self.waiting(longest) <= self.waiting(name) + 1:
             raise self._shed(name)
-        if isinstance(loser, str):
-            _refuse(self._models[loser].waiting.pop(), self._shed(loser))
+        _refuse(self._models[longest].waiting.pop(), self._shed(longest))
 
     def _retry_after_s(self, name: str) -> float:
         rate = self._metrics.of(name).finished.per_s()
@@ -308,9 +306,6 @@ class Dispatch:
     def _too_late(self, name: str) -> Fault:
         message = f"no instance of {name!r} could take the request in time; try again later"
         return Fault(503, message, code="not_ready", retry_after_s=self._retry_after_s(name))
-
-
-_NONE = object()
 
 
 def unknown_model(name: str) -> Fault:

@@ -60,9 +60,8 @@ class RunningInstance:
     worker: GroupWorker | None = None
     gpus: GpuLoan | None = None
     start: dict[str, float] | None = None  # how long the start took; see timeline_reader.py
-    group_state: str = (
-        "serving"  # a leader's becomes consolidated or alone; a helper's perhaps prefilling, then released
-    )
+    # A leader's becomes consolidated or alone; a helper's perhaps prefilling, then released.
+    group_state: str = "serving"
     has_prefilled: bool = False
 
     @property
@@ -133,9 +132,8 @@ class Instances:
         self, instance_id: str, deployment: Deployment, worker: GroupWorker | None, device_bytes: int
     ) -> RunningInstance:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        listening.add_done_callback(
-            lambda future: future.cancelled() or future.exception()
-        )  # perhaps no caller awaits it
+        # Read its exception, which asyncio would log if no caller awaits it.
+        listening.add_done_callback(lambda future: future.cancelled() or future.exception())
         instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening, worker=worker)
         self.add(instance)
 

@@ -146,7 +146,13 @@ class EngineServer:
 class _Connection:
     """One client's connection. One thread reads and another writes, so a slow client never holds up the engine."""
 
-    def __init__(self, connection: socket.socket, engine: Engine, call_threads: _CallThreads, on_close: Any) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        engine: Engine,
+        call_threads: _CallThreads,
+        on_close: Callable[[_Connection], None],
+    ) -> None:
         self._socket = connection
         self._engine = engine
         self._slow_calls: Collection[str] = getattr(engine, "slow_calls", ())
@@ -158,9 +164,8 @@ class _Connection:
         self._held: dict[str, list[Delta]] = {}
         self._held_lock = threading.Lock()
         self._calls: dict[str, threading.Event] = {}  # unfinished calls that can be cancelled
-        self._http_handoff: Callable[[socket.socket], None] | None = (
-            None  # gets the socket once the last frame has left
-        )
+        # Gets the socket once the last frame has left.
+        self._http_handoff: Callable[[socket.socket], None] | None = None
 
     def start(self) -> None:
         """Begin to read and write. Raises RuntimeError if a thread cannot be made; the connection is then closed."""

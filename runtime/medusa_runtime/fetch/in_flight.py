@@ -182,8 +182,8 @@ class InFlightRanges:
         with self._lock:
             if ending:
                 return len(self._in_flight)
-            seconds = sum(flight.is_hedge for flight in self._in_flight)
-            return max(max((len(self._in_flight) - seconds) // _RANGES_PER_HEDGE, 1) - seconds, 0)
+            hedges = sum(flight.is_hedge for flight in self._in_flight)
+            return max(max((len(self._in_flight) - hedges) // _RANGES_PER_HEDGE, 1) - hedges, 0)
 
     def stragglers(self, *, ending: bool = False) -> list[InFlightRange]:
         """Return the ranges without a hedge that are late, compared with the others.

@@ -198,10 +198,12 @@ class Instance:
 
     def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
         """Replace a region or engine that the agent no longer provides by processes of the instance's own."""
+        from ..node.attachment import Loss
+
         for loss in node.take_losses(readable):
             if self._signals.stop_requested:
                 continue
-            if loss is loss.ENGINE:
+            if loss is Loss.ENGINE:
                 logger.error("the node's engine process ended; starting one of our own (the agent's log may say why)")
                 self._fork_zygote()
             else:

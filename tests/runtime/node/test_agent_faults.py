@@ -173,9 +173,8 @@ def test_a_prefetcher_that_dies_before_its_question_is_answered(start_node: Star
     os.kill(node.process.pid, signal.SIGSTOP)
     hold.set()
     looks: list[bool] = []
-    node.until(
-        lambda: looks.append(asleep(prefetcher)) or (all(looks[-20:]) and len(looks) >= 20)
-    )  # it waits for its answer
+    # It waits for its answer.
+    node.until(lambda: looks.append(asleep(prefetcher)) or (all(looks[-20:]) and len(looks) >= 20))
     os.kill(prefetcher, signal.SIGKILL)
     node.until(lambda: not alive(prefetcher))
     os.kill(node.process.pid, signal.SIGCONT)

@@ -110,10 +110,8 @@ def _run(entry: RegionEntry, policy: Policy, reports: ReportPipe, channel: socke
 
     try:
         checkpoint = open_checkpoint(entry.key, store=open_store_of(entry.key, policy))
-    except MedusaError as error:
-        send(
-            channel, "failed", {"message": str(error)}
-        )  # a store that does not answer proves nothing about its objects
+    except MedusaError as error:  # a store that does not answer proves nothing about its objects
+        send(channel, "failed", {"message": str(error)})
         return 0
     index = entry.region.wait_index()
     same = checkpoint.index.shards == index.shards
