@@ -246,21 +246,10 @@ class NodeServer:
         await end_orphans(set())
 
 
-class _Lock:
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def _lock(settings: NodeServerSettings) -> _Lock:
-    """Lock the node's folder. Raises ConfigError while another node server has it."""
+def _lock(settings: NodeServerSettings) -> IO[str]:
+    """Lock the node's folder until the returned file is closed. Raises ConfigError while another node server has it."""
     path = settings.folder / "lock"
-    file = open(path, "a+")  # noqa: SIM115  the lock is held until the end
+    file = open(path, "a+")  # noqa: SIM115  the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -273,7 +262,7 @@ def _lock(settings: NodeServerSettings) -> _Lock:
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
-    return _Lock(file)
+    return file
 
 
 def _renew_certificates(settings: NodeServerSettings) -> None:
