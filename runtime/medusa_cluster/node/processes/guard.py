@@ -6,7 +6,6 @@ would outlive a node server that is killed. This process becomes the parent of a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from contextlib import suppress
 
 from medusa_runtime.process import adopt_orphans, children, die_with_parent, kill_children
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 4.0  # for the command to end its own processes
 WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
@@ -27,9 +25,9 @@ def main(command: Sequence[str]) -> int:
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if parent == 1 or os.getppid() != parent:  # the parent has gone already
+    if parent == 1:  # the parent has gone already
         return 128 + signal.SIGTERM
+    die_with_parent(parent, signal.SIGTERM)
     ours = os.getpid()
 
     def prepare() -> None:
