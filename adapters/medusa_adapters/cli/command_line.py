@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import medusa_cluster  # noqa: F401  makes --engine cluster and --engine group known
@@ -65,6 +67,10 @@ _NUMBERS: dict[object, str] = {int: "a whole number", float: "a number"}
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        self._words: list[str] = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
             return super()._get_value(action, text)
@@ -76,11 +82,20 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
+        if not action.option_strings and (flag := self._unknown_flag_before(value)):
+            self.error(f"unrecognized argument: {flag}")  # the word behind it may be a secret
         known = [str(choice) for choice in action.choices]
         meant = _suggestion(str(value), known)
         raise ConfigError(
             f"{_argument_name(action)}={str(value)!r} cannot be used: expected one of {', '.join(known)}{meant}"
         )
+
+    def _unknown_flag_before(self, word: object) -> str | None:
+        """Return the unknown flag directly before ``word``, which argparse takes for no value of the flag's."""
+        for flag, behind in pairwise(self._words):
+            if behind == word and flag.startswith("-") and flag not in self._option_string_actions:
+                return flag.partition("=")[0]
+        return None
 
     def _get_option_tuples(self, option_string: str) -> Any:
         """Return the flags that this one may shorten: --api-key of other servers is no --api-key-file."""
@@ -165,10 +180,16 @@ def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
     from medusa_runtime.logs import for_terminal
 
     # A name in a checkpoint may have line ends: what follows them must not look like a line of ours.
-    text = "\n  ".join(map(for_terminal, str(error).split("\n")))
+    text = "\n  ".join(map(for_terminal, _without_credentials(str(error)).split("\n")))
     if not _logged_as_json(text, error):
         print(f"medusa: {text} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def _without_credentials(text: str) -> str:
+    """Return an error's text without user, password and query of URLs in it: a wrong value may be one."""
+    text = re.sub(r"(\w://)[^\s/'\"@]*@", r"\1", text)
+    return re.sub(r"(\w://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)
 
 
 def _logged_as_json(text: str, error: MedusaError) -> bool:

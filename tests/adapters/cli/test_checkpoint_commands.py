@@ -121,6 +121,15 @@ def test_inspect_shows_what_a_hostile_author_wrote_as_text(
     assert "?[2J?files " in result.stdout
 
 
+def test_inspect_shows_no_more_of_a_hostile_config_than_fits(tmp_path: Path, medusa: Medusa) -> None:
+    save_file({"weight": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    config = {"architectures": ["a" * 10_000] * 1000, "hidden_size": "b" * 100_000, "vocab_size": [1] * 100_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = medusa("inspect", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout) < 10_000
+
+
 def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path, medusa: Medusa) -> None:
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J\\nmedusa: ready"]}')

@@ -59,6 +59,12 @@ def test_the_api_key_of_other_servers_is_no_file_and_is_not_shown(given: tuple[s
         ("serve", "m", "s3://key:s3cret@bucket/m"),
         ("serve", "m", "--model", "s3://key:s3cret@bucket/m"),
         ("serve", "s3://key:s3cret@bucket/m", "--model", "m"),
+        ("serve", "m", "--trust-state", "http://key:s3cret@host?token=s3cret"),
+        ("serve", "m", "--trust-state", "http://host/?X-Amz-Signature=s3cret"),
+        ("deploy", "--api-key", "s3cret"),
+        ("node", "--token", "s3cret"),
+        ("bench", "-p", "s3cret"),
+        ("cluster", "--hf-token", "s3cret"),
     ],
 )
 def test_values_of_unknown_flags_and_credentials_in_urls_are_not_shown(given: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
-from medusa_runtime.errors import ConfigError, MedusaError, StateError
+from medusa_runtime.errors import ConfigError, MedusaError, StateError, short_repr
 from medusa_runtime.logs import for_terminal
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import read_object
@@ -30,7 +30,7 @@ _SHAPE_FIELDS = {
     "vocab_size": "vocabulary",
     "max_position_embeddings": "positions",
 }
-
+_MOST_NAMES, _MOST_SHOWN = 8, 100  # architectures, and characters of one
 
 # These settings decide which artifacts are valid, as at a start.
 _STATE_FLAGS = (
@@ -140,10 +140,13 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def as_text(found: dict[str, Any]) -> list[str]:
     config, count = found["config"], len(found["shards"])
-    shape = ", ".join(f"{config[name]} {text}" for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None)
+    sizes = {text: config[name] for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None}
+    shape = ", ".join(f"{short_repr(value)} {text}" for text, value in sizes.items())
     dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
     names = config.get("architectures")
-    names = [str(name) for name in names] if isinstance(names, list) else []  # "runs" says what is wrong with others
+    names = (
+        [str(name)[:_MOST_SHOWN] for name in names[:_MOST_NAMES]] if isinstance(names, list) else []
+    )  # "runs" says what is wrong with others
     unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
     rows = {
         "model": found["adapter"] or ", ".join(names or [unnamed]),
