@@ -67,7 +67,7 @@ class LlamaConfig(ModelConfig):
 
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer. Mistral has one for all layers, and Qwen has one for some."""
+    """Return the sliding window of each layer. Mistral and Qwen3-MoE have one for all layers, other Qwens for some."""
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         # null means no window; without the key, the window is the one of the first Mistral
         first = 4096 if architecture == "MistralForCausalLM" else None
@@ -76,10 +76,11 @@ def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None
     if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
         return (None,) * layers
     window = fields.count("sliding_window", default=4096)
-    first = fields.index("max_window_layers", default=28)
-    kinds = fields.names("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * layers
+    bound = fields.index("max_window_layers", default=28)
+    slides = [i < bound and i % 2 == 0 if architecture == "Qwen2MoeForCausalLM" else i >= bound for i in range(layers)]
+    kinds = fields.names("layer_types") or ["sliding_attention" if one else "full_attention" for one in slides]
     if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
         raise fields.error("layer_types", f"{layers} times sliding_attention or full_attention", kinds)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

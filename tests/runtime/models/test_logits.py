@@ -70,6 +70,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": True}),
     "qwen3-moe-some-layers": ("Qwen3Moe", MOE | {"head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "qwen2-moe-window": (
+        "Qwen2Moe", MOE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3-moe-window": (
+        "Qwen3Moe", MOE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "gemma3": ("Gemma3", GEMMA3),
     "gemma3-tuned": (
         "Gemma3",
@@ -177,6 +183,16 @@ def test_agrees_in_fp32(case: str, tmp_path: Path) -> None:
         for _ in range(8):
             tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert greedy(ours, PROMPT, 8) == tokens
+
+
+@pytest.mark.parametrize("case", ["qwen2-window", "qwen2-moe-window", "qwen3-moe-window"])
+def test_windows_of_a_file_without_layer_types(case: str, tmp_path: Path) -> None:
+    theirs = reference(case, tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with loaded(tmp_path) as ours:
+        torch.testing.assert_close(logits(ours, PROMPT), theirs(torch.tensor([PROMPT])).logits[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama-untied", "qwen2", "qwen3", "mistral-window", "gemma3", "opt", "falcon-7b"])
