@@ -8,18 +8,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import command_line
-from benchmarks.simulation import blitzscale, equal_slo, medusa, paraserve, speed
+from benchmarks.simulation import blitzscale, equal_slo, groups, medusa, misses, paraserve, speed
 from benchmarks.simulation.figure import BANDS, Figure
 
 FIGURES: dict[str, Callable[[float], Figure]] = {
+    "paraserve-5": groups.figure_5,
     "paraserve-7": paraserve.figure_7,
     "paraserve-8": paraserve.figure_8,
     "paraserve-9": paraserve.figure_9,
     "paraserve-10": paraserve.figure_10,
     "paraserve-11": paraserve.figure_11,
     "paraserve-12": paraserve.figure_12,
+    "paraserve-13": groups.figure_13,
     "paraserve-14": paraserve.figure_14,
+    "paraserve-15": groups.figure_15,
     "blitzscale-3": speed.figure_3,
+    "blitzscale-4": misses.figure_4,
     "blitzscale-17": blitzscale.figure_17,
     "blitzscale-18": blitzscale.figure_18,
     "blitzscale-18-slo": equal_slo.figure,

@@ -10,7 +10,7 @@ from medusa_cluster.simulation.result import percentile
 from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError
 
-from benchmarks.simulation import blitzscale, equal_slo, medusa, mixed_links, scale
+from benchmarks.simulation import blitzscale, equal_slo, groups, medusa, misses, mixed_links, scale
 from benchmarks.simulation.__main__ import FIGURES, main
 from benchmarks.simulation.figure import LESS, Figure, Line, Order
 
@@ -23,14 +23,17 @@ def drawn(name: str, folder: Path) -> str:
     return (folder / f"{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["paraserve-7", "paraserve-8", "paraserve-9", "paraserve-14", "blitzscale-21"])
+_QUICK = ("paraserve-5", "paraserve-7", "paraserve-8", "paraserve-9", "paraserve-13", "paraserve-14")
+
+
+@pytest.mark.parametrize("name", [*_QUICK, "blitzscale-21"])
 def test_a_figure_is_drawn_with_its_table(name: str, tmp_path: Path) -> None:
     table = drawn(name, tmp_path)
     assert "| what | published | simulated | unit | verdict |" in table
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*FIGURES} - {"paraserve-7", "paraserve-8", "paraserve-9", "paraserve-14"}))
+@pytest.mark.parametrize("name", sorted({*FIGURES} - {*_QUICK}))
 def test_the_others_are_drawn_too(name: str, tmp_path: Path) -> None:
     assert "| what | published |" in drawn(name, tmp_path)
 
@@ -39,6 +42,33 @@ def test_cold_starts_and_bursts_are_as_published() -> None:
     assert FIGURES["paraserve-8"](0).verdict() == "30 of 30 in band, 6 of 6 orders kept"
     burst = {line.what: line for line in FIGURES["paraserve-14"](0).lines}
     assert burst["TTFT at 128 requests, one over four"].in_band
+
+
+def test_groups_whose_workers_share_gpus_gain_by_scaling_down() -> None:
+    assert FIGURES["paraserve-5"](0).verdict() == "1 of 1 in band, 5 of 5 orders kept"
+    assert FIGURES["paraserve-13"](0).verdict() == "1 of 1 in band, 1 of 1 orders kept"
+
+
+def test_functions_that_pass_activations_through_a_store_start_as_much_faster_as_published() -> None:
+    ratio = groups.functions("vllm", 900) / groups.functions("paraserve", 900)
+    assert ratio == pytest.approx(2.6, rel=0.2)
+
+
+def test_misses_are_counted_as_in_the_published_script() -> None:
+    def second(at_s: float, instances: int) -> Request:
+        return Request(at_s, 0, 13_000 * instances // 4, 1)
+
+    # One more than ever before in five minutes, of three that are started in all.
+    assert misses.counted([second(0, 1), second(1, 3), second(2, 1), second(10, 2)]) == pytest.approx(100 * 2 / 3)
+    assert misses.counted([second(0, 3), second(290, 1), second(291, 3)]) == 0.0
+    assert misses.counted([second(0, 3), second(301, 1), second(302, 3)]) == 100.0
+    assert misses.counted([]) == 0.0
+
+
+def test_starts_of_several_models_miss_hosts_caches_and_not_the_cluster() -> None:
+    one, four = (misses.missed(misses.part("s-llm", "azure-code", models, 120)) for models in (1, 4))
+    assert one < four
+    assert misses.missed(misses.part("blitzscale", "azure-code", 4, 120)) == 0.0
 
 
 def test_the_parts_of_blitzscale_help_in_the_papers_order() -> None:
@@ -127,7 +157,7 @@ def test_a_table_says_what_is_in_band_and_whether_the_papers_order_is_kept() -> 
 
 
 def test_unknown_figures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected names of paraserve-7"):
+    with pytest.raises(ConfigError, match="expected names of paraserve-5"):
         main(["--figure", "paraserve-99", "--out", str(tmp_path)])
 
 

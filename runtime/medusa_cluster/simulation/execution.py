@@ -19,7 +19,7 @@ from ..policy.state import (
 )
 from .fleet import Model
 from .network import Flow, Link, call_after
-from .node import SimCopy, SimInstance, SimNode
+from .node import SimCopy, SimInstance, SimNode, speed_of
 from .serving import ServedRequest, Server, relieved_s
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class SimExecution:
         server = Server(
             self._env,
             instance.group or instance.id,
-            model.model.on(instance.node.machine.device).speed,
+            speed_of(group, model.model, follows_memory=sim.strategy.policy.follows_memory),
             model.model.concurrency,
             sim.ended,
             size=size,
@@ -367,7 +367,7 @@ class SimExecution:
         self._holders.pop(server, None)
         model.ready.pop(server.key, None)
         server.key = kept[0].id
-        server.become(1, 0.0)
+        server.become(1, 0.0, speed_of(kept[:1], model.model))
         for worker in kept:
             worker.group, worker.layers = None, None
             self._charge(worker)

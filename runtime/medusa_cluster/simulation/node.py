@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..policy.sizing import DEVICE_OVERHEAD_BYTES
 from ..policy.state import Copy, Instance, Layers, Node, Role
 from .fleet import Machine, Model
 from .network import Flow, Link
+from .profiles import SlowerSpeed, Speed
 from .serving import Server
 
 
@@ -84,6 +85,19 @@ class SimInstance:
             self.full,
             running,
         )
+
+
+def speed_of(workers: Sequence[SimInstance], model: Model, *, follows_memory: bool = False) -> Speed:
+    """Return how fast an instance computes, or the workers of a group one after the other.
+
+    ``follows_memory``: a worker with memory for its own layers alone has as small a part of the computing power. It
+    takes as long for its layers as an instance for all of them (ParaServe, Eq. 1 and 2).
+    """
+    speed, size = model.on(workers[0].node.machine.device).speed, len(workers)
+    if size == 1 or not follows_memory:
+        return speed
+    full = sum(worker.full for worker in workers)
+    return SlowerSpeed(speed, size - full + full / size)
 
 
 class SimNode:

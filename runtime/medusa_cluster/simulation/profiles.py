@@ -60,6 +60,20 @@ class LinearSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowerSpeed:
+    """Another speed, so many times slower."""
+
+    speed: Speed
+    factor: float
+
+    def prefill(self, tokens: float) -> float:
+        return self.factor * self.speed.prefill(tokens)
+
+    def decode(self, batch: float) -> float:
+        return self.factor * self.speed.decode(batch)
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A model on a device."""
 

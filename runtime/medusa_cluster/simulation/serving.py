@@ -175,10 +175,10 @@ class Server:
             self._release(request)
         return given
 
-    def become(self, size: int, hop_s: float) -> None:
+    def become(self, size: int, hop_s: float, speed: Speed) -> None:
         """Go on as an instance of its own, or as a larger group."""
         self._settle()
-        self.size, self.hop_s = size, hop_s
+        self.size, self.hop_s, self.speed = size, hop_s, speed
         if not self._batch:
             self._decode()
 

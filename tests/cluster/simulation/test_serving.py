@@ -64,7 +64,7 @@ def test_a_group_passes_activations_on_and_holds_more_at_once() -> None:
     assert group.free == 32
     request = ServedRequest(0.0, 0, 100, 11)
     group.admit(request)
-    call_after(env, 0.25, lambda: group.become(1, 0.0))
+    call_after(env, 0.25, lambda: group.become(1, 0.0, SPEED))
     env.run()
     assert request.ttft_s == pytest.approx(0.204)
     slow = 0.01 + 0.01 / 4 + 0.004

@@ -46,6 +46,19 @@ def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> Non
     assert found[4] == pytest.approx(fastest, abs=0.05)  # the prediction holds, too
 
 
+def test_a_worker_with_a_part_of_the_memory_may_have_a_part_of_the_computing_power() -> None:
+    found = {}
+    for follows in (False, True):
+        group = strategy_named("paraserve")
+        policy = replace(group.policy, follows_memory=follows, hop_s=0.0)
+        times = group.times(PROFILES["llama2-7b@a10"], 512)
+        slo = times.predicted_ttft_s([WorkerRates(2 * GB)] * 2, full_memory=1 if follows else 2) + 0.01
+        one = replace(fleet("llama2-7b@a10", ttft_slo_s=slo), hop_s=0.0)
+        found[follows] = Simulation(one, replace(group, policy=policy), [Request(0.0, 0, 512, 8)]).run()
+    assert found[False].cold_starts == found[True].cold_starts == 2
+    assert found[True].tpot_s[0] == pytest.approx(1.5 * found[False].tpot_s[0])  # Eq. 2: s - w + w/s
+
+
 def test_a_model_takes_the_times_of_the_device_that_it_starts_on() -> None:
     slow, fast = PROFILES["llama2-7b@v100"], PROFILES["llama2-7b@a10"]
     model = Model("m", fast, others=(("v100", slow),))
