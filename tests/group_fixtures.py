@@ -21,6 +21,7 @@ from waiting import until
 from benchmarks.ports import free_port
 
 FILES = ("ca_file", "cert_file", "key_file")  # of a plan with certificates
+_PLAN = ("leader", "then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule")
 _numbers = itertools.count()
 
 
@@ -35,7 +36,18 @@ class Group:
     def __init__(self, stack: ExitStack, folder: Path, checkpoint: Path, layers: list[str], **settings: Any) -> None:
         plan = {
             key: settings.pop(key)
-            for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule", *FILES)
+            for key in (
+                "leader",
+                "then",
+                "form_s",
+                "silent_s",
+                "full",
+                "token",
+                "link_bytes_per_s",
+                "mode",
+                "schedule",
+                *FILES,
+            )
             if key in settings
         }
         self.gpu: Callable[[], Gpu] | None = settings.pop("gpu", None)  # makes each worker's device

@@ -17,6 +17,7 @@ from .plan import GroupPlan
 from .wire.channel import Greeting, Listener, TcpChannel, close_with, connect
 from .wire.emulated_link import EmulatedLink
 from .wire.message import Kind, json_message
+from .wire.tunnel import is_store_place
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +146,18 @@ def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, An
         raise error
     try:
         start, stop = map(int, values["layers"])
-        blocks, address = int(values["blocks"]), str(values["place"])
+        blocks, address = int(values["blocks"]), plan.store_place(greeting.rank) or _host_and_port(values["place"])
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         channel.close()
         raise EngineError(f"worker {greeting.rank} sent a greeting that could not be read: {error!r}") from None
     return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), address, blocks, channel)
+
+
+def _host_and_port(place: object) -> str:
+    """Return a worker's ``HOST:PORT``. Raises ValueError for anything else, such as a path to write to."""
+    if type(place) is not str or is_store_place(place):
+        raise ValueError(place)
+    return place
 
 
 def _check_ranges(ranges: Sequence[LayerRange]) -> None:

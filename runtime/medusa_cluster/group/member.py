@@ -39,15 +39,17 @@ class Member:
         self._channels: list[TcpChannel] = []
         self._heartbeats: Heartbeats | None = None
         self._echo: tuple[int, int] | None = None  # the leader's latest clock, and this worker's when it arrived
-        self._listener = Listener(plan.bind, 0, group=plan.number, access=plan.access, accept=self._accepted, link=link)
+        self._place = plan.store_place(plan.rank)
+        host = self._place or plan.bind
+        self._listener = Listener(host, 0, group=plan.number, access=plan.access, accept=self._accepted, link=link)
 
     def join(self, deadline: float, identity: Mapping[str, Any], state: Callable[[], dict[str, Any]]) -> TcpChannel:
         """Connect to the leader, and begin to send it heartbeats with what ``state`` returns.
 
         ``deadline`` is in seconds of the monotonic clock. Raises EngineError.
         """
-        place = f"{self._plan.bind}:{self._listener.port}"
-        leader = self.leader = self._connect(self._plan.leader, "steps", deadline, place=place, **identity)
+        place = self._place or f"{self._plan.bind}:{self._listener.port}"
+        leader = self.leader = self._connect(self._plan.leader_place, "steps", deadline, place=place, **identity)
         self._heartbeats = Heartbeats(
             self._plan.number, self._plan.rank, leader.send, lambda: {**state(), "echo": self._echo}
         )

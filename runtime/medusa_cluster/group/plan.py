@@ -13,6 +13,7 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .wire.emulated_link import EmulatedLink
+from .wire.tunnel import is_store_place
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class GroupPlan:
     group, token: the group's id and its secret, by which workers recognize each other; the same for all of them.
     rank, size: this worker's number, and how many there are. Rank 0 is the leader, which has the scheduler and the
         first layers, and fetches all others.
-    leader: ``HOST:PORT`` where the leader listens.
+    leader: ``HOST:PORT`` where the leader listens. Where workers cannot connect to each other, the URL or the absolute
+        path of a folder of this group alone, to which all of them can write.
     bind: the address of the interface on which this worker listens and is reached by the others.
     full: whether this worker has memory for all layers, and fetches the others in the background.
     then: what happens once the leader has all layers. ``down``: it goes on alone, and the others end. ``up``: the
@@ -117,8 +119,23 @@ class GroupPlan:
         return EmulatedLink(self.link_bytes_per_s) if self.link_bytes_per_s else None
 
     @property
+    def is_through_store(self) -> bool:
+        """Whether workers reach each other through objects in a store."""
+        return is_store_place(self.leader)
+
+    @property
+    def leader_place(self) -> str:
+        """Where workers connect to their leader: ``HOST:PORT``, or a place in a store."""
+        return self.store_place(0) or self.leader
+
+    @property
     def leader_address(self) -> tuple[str, int]:
-        return _address(self.leader)
+        """Where the leader listens: a host and a port, or a place in a store and 0."""
+        return (self.leader_place, 0) if self.is_through_store else _address(self.leader)
+
+    def store_place(self, rank: int) -> str | None:
+        """Return where a worker is reached through the store, or None where connections are possible."""
+        return f"{self.leader.rstrip('/')}/{rank}" if self.is_through_store else None
 
     @property
     def partners_place(self) -> str | None:
@@ -186,7 +203,13 @@ def _check(plan: GroupPlan, where: str) -> None:
         (bool(plan.token), "token", "a secret", "an empty one"),
         (len(files) in (0, 3), "ca_file, cert_file, key_file", "all three or none", files),
         (plan.form_s > 0 and plan.silent_s > 0, "form_s, silent_s", "seconds above 0", (plan.form_s, plan.silent_s)),
-        (plan.leader.rpartition(":")[2].isdecimal(), "leader", "HOST:PORT", plan.leader),
+        (
+            plan.is_through_store or plan.leader.rpartition(":")[2].isdecimal(),
+            "leader",
+            "HOST:PORT, or a folder in a store",
+            plan.leader,
+        ),
+        (not plan.is_through_store or plan.mode == "pipeline", "mode", "pipeline, through a store", plan.mode),
         (
             plan.listen is None
             or (plan.mode == "disaggregated" and plan.rank > 0 and plan.listen.rpartition(":")[2].isdecimal()),

@@ -23,6 +23,7 @@ from medusa_runtime.storage.peer_access import PeerAccess
 from .emulated_link import EmulatedLink
 from .handshake import is_answer, make_answer, make_challenge, make_greeting, read_greeting
 from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, json_message, parse_header
+from .tunnel import StoreListener, connect_through_store, is_store_place
 
 if TYPE_CHECKING:
     import ssl
@@ -81,14 +82,8 @@ class TcpChannel:
         encryption: Encryption | None = None,
     ) -> None:
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-        if urgent:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY)
-            if connection.family == socket.AF_INET:
-                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _TOS)
-            elif connection.family == socket.AF_INET6:
-                connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _TOS)
+        if connection.family != socket.AF_UNIX:  # as it is through a store
+            _set_options(connection, urgent=urgent)
         self._socket = connection
         self._link = link
         self._encryption = encryption
@@ -233,6 +228,17 @@ class TcpChannel:
         self._socket.close()
 
 
+def _set_options(connection: socket.socket, *, urgent: bool) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    if urgent:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY)
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _TOS)
+        elif connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _TOS)
+
+
 class Greeting(NamedTuple):
     """A worker's greeting, the first message from it, and the channel on which it came."""
 
@@ -245,8 +251,8 @@ class Greeting(NamedTuple):
 class Listener:
     """A listener for connections of the group's workers. It closes all connections that do not know the group's token.
 
-    With certificates in ``access``, workers have to speak TLS, with a certificate of the same CA. ``accept`` is called
-    with each worker's greeting.
+    ``host`` may also be a place in a store, which has no port. With certificates in ``access``, workers have to speak
+    TLS, with a certificate of the same CA. ``accept`` is called with each worker's greeting.
     """
 
     def __init__(
@@ -267,12 +273,8 @@ class Listener:
         self._closed = self._refused = False
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise EngineError(f"a group's worker cannot listen on {host}:{port}: {error.strerror}") from None
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = StoreListener(host) if is_store_place(host) else _server(host, port)
+        self.port = port if isinstance(self._socket, StoreListener) else int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="group-accept", daemon=True).start()
 
     def _serve(self) -> None:
@@ -340,8 +342,24 @@ class Listener:
             self._closed = True
             for stranger in self._strangers:
                 hang_up(stranger)
-        hang_up(self._socket)
+        if isinstance(self._socket, socket.socket):
+            hang_up(self._socket)
         self._socket.close()
+
+
+def _server(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise EngineError(f"a group's worker cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _connection(address: str) -> socket.socket:
+    if is_store_place(address):
+        return connect_through_store(address)
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
 
 
 def connect(
@@ -356,18 +374,17 @@ def connect(
     link: EmulatedLink | None = None,
     **values: Any,
 ) -> TcpChannel:
-    """Connect to a worker's listener at ``HOST:PORT``, which may not be there yet.
+    """Connect to a worker's listener at ``HOST:PORT`` or at a place in a store. It may not be there yet.
 
     ``values`` are sent in the greeting. Raises EngineError after ``deadline`` (time.monotonic).
     """
-    host, _, port = address.rpartition(":")
     values = {"purpose": purpose, **values}
     context = access.client_context()
     refusal: object = None  # the reason why the last attempt failed
     while True:
         connection: socket.socket | None = None
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
+            connection = _connection(address)
             encryption = None if context is None else _encryption(connection, context)
             channel = TcpChannel(connection, urgent=purpose != "blocks", link=link, encryption=encryption)
             _shake_hands(channel, access.token, group, rank, values)

@@ -1,0 +1,128 @@
+"""A folder in a store that several workers share. Through its objects they reach each other (ParaServe §8.5)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from medusa_runtime.errors import EngineError, MissingPackageError
+from medusa_runtime.storage.base import redacted, scheme_of
+
+
+class Mailbox(Protocol):
+    """Named objects. Names are paths relative to the folder. All calls are thread-safe and raise EngineError."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object. Others see it whole or not at all."""
+
+    def get(self, name: str) -> bytes | None:
+        """Read an object, or return None if it is not there."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if it is there."""
+
+    def names(self, folder: str) -> list[str]:
+        """List the objects directly below a folder, by their names in it."""
+
+
+def open_mailbox(url: str) -> Mailbox:
+    """Open a folder for objects: a path, or a URL of a store that fsspec can write to.
+
+    Raises MissingPackageError, which says what to install.
+    """
+    scheme = scheme_of(url)
+    if scheme in ("", "file"):
+        return FolderMailbox(Path(unquote(urlsplit(url).path) if scheme else url))
+    return FsspecMailbox(url)
+
+
+class FolderMailbox:
+    """A folder of a file system that the workers share, such as NFS."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: set[Path] = set()
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        beside = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            if path.parent not in self._made:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._made.add(path.parent)
+            beside.write_bytes(data)
+            beside.rename(path)
+        except OSError as error:
+            raise EngineError(f"{path} could not be written: {error.strerror}") from None
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise EngineError(f"{self._folder / name} could not be read: {error.strerror}") from None
+
+    def delete(self, name: str) -> None:
+        with suppress(OSError):
+            (self._folder / name).unlink()
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return [name for name in os.listdir(self._folder / folder) if not name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise EngineError(f"{self._folder / folder} could not be listed: {error.strerror}") from None
+
+
+class FsspecMailbox:
+    """A prefix of an object store, through fsspec."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # 30 ms, and only for groups without connections
+        except ModuleNotFoundError:
+            raise MissingPackageError(
+                f"{redacted(url)}: writing to this store needs fsspec: pip install fsspec"
+            ) from None
+        try:
+            store, root = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise MissingPackageError(f"{redacted(url)}: this store cannot be written to: {error}") from None
+        self._store: Any = store
+        self._root, self._shown = root.rstrip("/"), redacted(url)
+
+    def put(self, name: str, data: bytes) -> None:
+        try:
+            self._store.pipe_file(f"{self._root}/{name}", data)
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise EngineError(f"{self._shown}/{name} could not be written: {error}") from None
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._store.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise EngineError(f"{self._shown}/{name} could not be read: {error}") from None
+
+    def delete(self, name: str) -> None:
+        with suppress(Exception):
+            self._store.rm_file(f"{self._root}/{name}")
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            found = self._store.ls(f"{self._root}/{folder}", detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise EngineError(f"{self._shown}/{folder} could not be listed: {error}") from None
+        return [name.rstrip("/").rpartition("/")[2] for name in found]
+
+
+__all__ = ["FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]

@@ -1,0 +1,175 @@
+"""Groups whose workers cannot connect to each other, and send objects through a store (ParaServe §8.5)."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_fixtures import Group
+from medusa_cluster.group.plan import GroupPlan
+from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
+from medusa_cluster.group.wire.mailbox import FolderMailbox, FsspecMailbox, Mailbox, open_mailbox
+from medusa_cluster.group.wire.message import Kind, Message, json_message
+from medusa_cluster.group.wire.tunnel import StoreListener, connect_through_store, is_store_place
+from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError
+from medusa_runtime.storage.peer_access import PeerAccess
+from waiting import until
+
+GROUP = 77
+
+
+@pytest.fixture(params=["folder", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "shared")
+    pytest.importorskip("fsspec")
+    return f"memory://{tmp_path}"
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def pair(request: pytest.FixtureRequest, place: str) -> Iterator[tuple[TcpChannel, TcpChannel]]:
+    files = request.getfixturevalue("certificates") if request.param == "encrypted" else ()
+    access = PeerAccess("secret", *files)
+    accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
+    listener = Listener(place, 0, group=GROUP, access=access, accept=accepted.put, link=None)
+    deadline = time.monotonic() + 60
+    ours = connect(place, group=GROUP, access=access, rank=3, purpose="steps", deadline=deadline)
+    greeting = accepted.get(timeout=60)
+    assert (greeting.rank, greeting.purpose) == (3, "steps")
+    yield ours, greeting.channel
+    ours.close()
+    greeting.channel.close()
+    listener.close()
+
+
+def test_messages_pass_through_the_store_in_order_both_ways(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    ours, theirs = pair
+    body = bytes(range(256)) * 65536  # 16 MB, more than an object
+    for channel in (ours, theirs):
+        channel.send(Message(Kind.BLOCK, GROUP, rows=1, body=body))
+        channel.send(json_message(Kind.RELEASE, GROUP, {"as": "end"}))
+    for channel in (ours, theirs):
+        found = [channel.receive(), channel.receive()]
+        assert [one and one.kind for one in found] == [Kind.BLOCK, Kind.RELEASE]
+        assert found[0] is not None
+        assert found[0].body == body
+
+
+def test_each_side_sees_that_the_other_has_closed(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    ours, theirs = pair
+    theirs.send(json_message(Kind.RELEASE, GROUP, {}))
+    theirs.flush(5.0)
+    theirs.close()
+    assert (last := ours.receive()) is not None
+    assert last.kind is Kind.RELEASE
+    assert ours.receive() is None
+
+
+def test_strangers_are_refused(place: str) -> None:
+    accepted: list[Greeting] = []
+    listener = Listener(place, 0, group=GROUP, access=PeerAccess("right"), accept=accepted.append, link=None)
+    deadline = time.monotonic() + 0.5
+    with pytest.raises(EngineError, match="could not be reached"):
+        connect(place, group=GROUP, access=PeerAccess("wrong"), rank=1, purpose="steps", deadline=deadline)
+    listener.close()
+    assert accepted == []
+
+
+def test_objects_are_taken_away_and_few_wait_for_a_slow_reader(tmp_path: Path) -> None:
+    def objects() -> int:
+        return sum(one.is_file() for one in tmp_path.rglob("*"))
+
+    def send() -> None:
+        for _ in range(600):
+            ours.sendall(b"x" * 1000)
+            time.sleep(0.002)  # longer than a piece waits for more
+
+    listener = StoreListener(str(tmp_path))
+    ours = connect_through_store(str(tmp_path))
+    theirs, _ = listener.accept()
+    sender = threading.Thread(target=send)
+    sender.start()
+    until(lambda: objects() >= 64)
+    time.sleep(0.5)
+    assert objects() <= 2 * 64
+    left = 600_000
+    while left:
+        left -= len(theirs.recv(left))
+    sender.join()
+    ours.close()
+    assert theirs.recv(1) == b""
+    theirs.close()
+    until(lambda: not objects())
+    listener.close()
+    with pytest.raises(OSError, match="closed"):
+        listener.accept()
+
+
+def test_a_mailbox_shows_whole_objects_or_none(place: str) -> None:
+    box: Mailbox = open_mailbox(place)
+    assert (box.get("a/1"), box.names("a")) == (None, [])
+    box.put("a/1", b"one")
+    box.put("a/2", b"")
+    assert (box.get("a/1"), box.get("a/2"), sorted(box.names("a"))) == (b"one", b"", ["1", "2"])
+    box.delete("a/1")
+    box.delete("a/1")
+    assert (box.get("a/1"), box.names("a")) == (None, ["2"])
+
+
+def test_places_in_stores_and_bad_ones(tmp_path: Path) -> None:
+    assert [is_store_place(one) for one in ("/mnt/x", "s3://b/x", "10.0.0.1:80", "[::1]:80")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert isinstance(open_mailbox(f"file://{tmp_path}"), FolderMailbox)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(EngineError, match="could not be written"):
+        connect_through_store(str(tmp_path / "file"))
+    pytest.importorskip("fsspec")
+    assert isinstance(open_mailbox("memory://x"), FsspecMailbox)
+    with pytest.raises(MissingPackageError, match="cannot be written to"):
+        open_mailbox("no-such-store://x")
+    plan = {"group": "g", "token": "t", "rank": 1, "size": 2, "leader": "/mnt/g/"}
+    assert GroupPlan.parse(plan).leader_address == ("/mnt/g/0", 0)
+    assert GroupPlan.parse(plan).store_place(1) == "/mnt/g/1"
+    with pytest.raises(ConfigError, match="mode: expected pipeline, through a store"):
+        GroupPlan.parse({**plan, "mode": "live"})
+    with pytest.raises(ConfigError, match="leader: expected HOST:PORT, or a folder in a store, found 'nowhere'"):
+        GroupPlan.parse({**plan, "leader": "nowhere"})
+
+
+def test_a_group_without_connections_writes_what_one_engine_writes(
+    tmp_path: Path, group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no function can connect to another one")
+
+    expected = serve().ask("Tokens flow from storage", max_tokens=20, temperature=1.0, seed=9).wait()
+    made = group("0:1", "1:2", "2:4", leader=str(tmp_path / "shared"))
+    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr(socket, "create_server", refused)
+    made.start()
+    made.wait_full()
+    answer = made.leader.ask("Tokens flow from storage", max_tokens=20, temperature=1.0, seed=9)
+    until(lambda: answer.tokens)
+    made.leader.engine.consolidate()  # keys and values come through the store, too
+    assert answer.wait().text == expected.text
+    until(lambda: not made.formed)
+    stages = {stage.name for stage in made.leader.timeline.stages()}
+    assert "consolidated" in stages
+
+
+def test_a_lost_worker_is_noticed(tmp_path: Path, group: Callable[..., Group]) -> None:
+    made = group("0:2", "2:4", leader=str(tmp_path / "shared"), silent_s=1.0).start()
+    made.wait_full()
+    made.workers[1].close()
+    assert made.leader.ask("A", max_tokens=8).wait().tokens
+    until(lambda: not made.formed)
