@@ -151,15 +151,18 @@ def test_a_bad_flag_is_named(flags: list[str], said: str) -> None:
             os.rmdir(folder)
 
 
-def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    folder = Path(f"/tmp/ct{os.getpid()}n")
     code = """
 import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "ray" else found(name, *rest)
 from medusa_adapters.cli.main import main
-sys.exit(main(["cluster", "start", "--head", "--dir", "/tmp/never"]))
+sys.exit(main(["cluster", "start", "--head", "--dir", sys.argv[1]]))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", code, folder]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert not folder.exists()
     assert done.returncode == 2
     assert done.stderr == (
         'medusa: medusa cluster needs ray: pip install "medusa-runtime[cluster]" [Config.MissingPackage]\n'

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = _settings(arguments)
     require_extra()
+    settings = _settings(arguments)
     from medusa_cluster.node.processes.keeper import keep
     from medusa_runtime.logs import configure_logging
 
