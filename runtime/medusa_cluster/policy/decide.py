@@ -230,11 +230,13 @@ class _Tick:
 
     # Ends and starts.
 
-    def _choice(self, count: RoleCount) -> tuple[bool, int, int]:
+    def _choice(self, count: RoleCount) -> tuple[bool, bool, int, int]:
         """Return a sort key: models that need one kind of node first, then those for which few places will do."""
         deployment = count.deployment
         differ = sum(number > 0 for number in self._index.sizes.values()) > 1
-        return not deployment.device_kind, -deployment.devices, -needed_bytes(deployment) if differ else 0
+        either = deployment.device == "auto" and deployment.devices == 1 and self._index.is_mixed
+        size = needed_bytes(deployment) if differ else 0
+        return not deployment.device_kind, either, -deployment.devices, -size
 
     def _adjust(self, count: RoleCount) -> None:
         old, surplus = count.outdated, count.current - count.wanted

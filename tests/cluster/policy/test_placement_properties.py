@@ -217,6 +217,17 @@ def test_of_a_model_that_loses_an_instance_the_one_ends_whose_place_another_need
     assert of(StartInstance, log) == of(StopInstance, log) == []
 
 
+def test_a_model_for_which_a_processor_will_do_leaves_the_only_gpu_to_one_that_needs_it() -> None:
+    nodes = [Node(f"n{number}", link_bytes_per_s=100 * GB, memory_bytes=1000 * GB) for number in range(2)]
+    nodes[0] = replace(nodes[0], devices=1, device_bytes=16 * GB, device_sizes=(16 * GB,))
+    deployments = [model("either", 2 * GB), model("gpu", 2 * GB, device="cuda")]
+    cluster = Machines(nodes, {"n0": [Gpu(16 * GB)], "n1": []}, deployments)
+    for name in cluster.deployments:
+        cluster.load(name, waiting=1)
+    cluster.run(2.0)
+    assert [one.node for one in cluster.instances("either") + cluster.instances("gpu")] == ["n1", "n0"]
+
+
 def has_place(cluster: Machines, deployment: Deployment) -> bool:
     """Return whether a free place would do for a whole instance."""
     for name, node in cluster.nodes.items():
