@@ -28,9 +28,11 @@ class HelpFormatter(argparse.HelpFormatter):
         text = re.sub(r"(\w+): ([^;]*) \(default\)", r"\1: \2 [default: \1]", text)
         text = re.sub(r"^default: (.*)$", r"[default: \1]", text)
         text = re.sub(r"; default:? ([^;\[\]]*)$", r" [default: \1]", text)
+        text = re.sub(r"; default:? ([^;\[\]]*) \[(\w+)\]$", r" [\2; default: \1]", text)
         text = re.sub(r"\]; default:? ", "; default: ", text)
         shown = action.default not in (None, False, [], "", 0, argparse.SUPPRESS) and "default" not in text
-        return f"{text} [default: %(default)s]" if shown and action.option_strings else text
+        value = f"{action.default:g}" if isinstance(action.default, float) else "%(default)s"
+        return f"{text} [default: {value}]" if shown and action.option_strings else text
 
 
 class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):

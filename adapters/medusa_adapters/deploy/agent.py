@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         "--node-agent-trust-state",
         "PREFIX",
-        "beside which models warm engines run the code in state bundles; default: none",
+        "beside which models warm engines run the code in state bundles, without it beside none",
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import medusa_command
-import pytest
+from medusa_adapters.cli.command_line import command_parsers
 from plain_environ import plain_environ
 
 EXAMPLE = Path(__file__).parents[3] / "examples/pydoc-lm"
@@ -49,13 +52,23 @@ def test_a_checkpoint_is_given_either_way() -> None:
         assert (none.returncode, "expected a checkpoint" in none.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("command", [("serve",), ("doctor",), ("deploy", "knative"), ("bench", "coldstart"), ("node",)])
-def test_defaults_are_shown_in_one_way(command: tuple[str, ...]) -> None:
-    text = " ".join(medusa(*command, "--help").stdout.split())
-    assert "(default" not in text
-    assert "default %" not in text
-    for shown in text.split("default:")[:-1]:
-        assert shown.rstrip().endswith(("[", ";")), shown[-60:]
+def test_defaults_are_shown_in_one_way() -> None:
+    for parser in all_parsers(command_parsers().values()):
+        text = " ".join(parser.format_help().split())
+        assert "(default" not in text
+        assert "default %" not in text
+        assert not re.search(r"default: [0-9]+\.0\]", text), parser.prog
+        for shown in text.split("default:")[:-1]:
+            assert re.search(r"\[(\w+; )?$", shown), (parser.prog, shown[-60:])
+
+
+def all_parsers(parsers: Iterable[argparse.ArgumentParser]) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of commands, and those of their subcommands."""
+    for parser in parsers:
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from all_parsers(action.choices.values())
 
 
 def test_the_log_level_has_two_forms_of_one_thing() -> None:
