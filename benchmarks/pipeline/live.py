@@ -102,7 +102,6 @@ class _Store:
     """A store in the target's own node, which sends ``rate`` bytes per second over its one connection."""
 
     def __init__(self, site: Site, rate: float) -> None:
-        self._site = site
         node = site.laboratory.nodes[1]
         command = [sys.executable, str(_SERVER), str(site.options.model), "--rate", str(rate)]
         self._process = site.laboratory.popen(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
