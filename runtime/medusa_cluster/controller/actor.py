@@ -19,7 +19,7 @@ from urllib.parse import quote
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from medusa_runtime.errors import ClusterError
 from medusa_runtime.logs import configure_logging, log_to_file
-from medusa_runtime.storage.peer_access import PeerAccess
+from medusa_runtime.storage.peer_access import PeerAccess, call_failure
 from yarl import URL
 
 from ..json_lines import JsonLinesServer, result_of
@@ -94,7 +94,7 @@ class RayNodes:
             async with self._session.get(URL(url, encoded=True), ssl=self._ssl, timeout=timeout) as answer:
                 return await answer.json(content_type=None)
         except (ClientError, OSError, TimeoutError, ValueError) as error:
-            raise ClusterError(f"{url} did not answer: {str(error) or type(error).__name__}") from None
+            raise ClusterError(f"{url} did not answer: {call_failure(error, tls=self._access.tls)}") from None
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Call an operation of a node server through the node's actor.

@@ -166,7 +166,7 @@ def tls_refusal(error: ssl.SSLError, who: str = "node") -> str:
 def call_failure(error: Exception, *, tls: bool) -> str:
     """Return why a call to a node server failed, for the end of a sentence. ``tls``: it was made over TLS.
 
-    aiohttp has Python's error in an attribute.
+    aiohttp has Python's error in an attribute, and shows an object of ``ssl`` in its own text.
     """
     import ssl
 
@@ -175,6 +175,8 @@ def call_failure(error: Exception, *, tls: bool) -> str:
         return f"{tls_refusal(found)}; expected one token, and --tls on every node or on none"
     if not tls and (isinstance(found, ConnectionResetError) or "disconnected" in str(found)):
         return "it closed the connection; if it was started with --tls, this needs --tls, too"
+    if isinstance(found, OSError) and found is not error and found.strerror:
+        return found.strerror
     return str(error) or type(error).__name__
 
 

@@ -319,3 +319,20 @@ def test_of_too_many_handshakes_the_oldest_is_given_up(tmp_path: Path, monkeypat
             writer.close()
 
     serve(tmp_path / "n", scenario)
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_a_node_that_is_not_there_is_said_to_be_so(tmp_path: Path, token: str | None) -> None:
+    client = access(tmp_path / "n", TOKEN, "127.0.0.1") if token else PeerAccess(TOKEN)
+    scheme = "https" if client.tls else "http"
+    settings = NodeServerSettings("n", tmp_path, "127.0.0.1", tmp_path / "token", f"{scheme}://127.0.0.1:9")
+
+    async def asked() -> None:
+        joining = ControllerClient(settings, client)
+        try:
+            with pytest.raises(NoControllerError, match=r": Connect call failed \('127.0.0.1', 9\)$"):
+                await joining.ask_head(str(settings.head_url), "join", {"name": "n"})
+        finally:
+            await joining.close()
+
+    asyncio.run(asked())
