@@ -17,7 +17,7 @@ from benchmarks.cicada.promises import find_targets
 from benchmarks.cicada.runner import ROOT
 from benchmarks.cicada.session import Session, say
 
-STRATEGIES = ("sequential", "pisel", "mini", "preload", "full", "converted", "floor")
+STRATEGIES = ("sequential", "pisel", "tetris", "optimus", "mini", "preload", "full", "converted", "floor")
 _DEFAULT = "resnet50,resnet152,vgg16,vgg19,bert-base,llama-1b"
 _ORIGINS_S = 90.0  # at most, of each model: one of gigabytes has fewer samples
 _GATED = "resnet50"  # what gates cost is promised of it

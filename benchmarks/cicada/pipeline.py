@@ -36,8 +36,20 @@ def active(stages: Sequence[Stage]) -> dict[str, list[Span]]:
 
 def utilisation(stages: Sequence[Stage]) -> float:
     """The time in which at least one unit works, over the time from the first unit's start to the last one's end."""
+    times = totals(stages)
+    return times.active_s / times.pipeline_s
+
+
+class Totals(NamedTuple):
+    """The seconds in which at least one unit works, and those from the first start to the last end (Fig. 14)."""
+
+    active_s: float
+    pipeline_s: float
+
+
+def totals(stages: Sequence[Stage]) -> Totals:
     union = merged(span for spans in active(stages).values() for span in spans)
-    return total(union) / (union[-1][1] - union[0][0])
+    return Totals(total(union), union[-1][1] - union[0][0])
 
 
 def working(stages: Sequence[Stage]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from medusa_runtime.config import Settings
@@ -54,7 +55,7 @@ def main() -> None:
         from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
         make_handlers_import_lean(Settings().torch_import)
-    from benchmarks.cicada import strategies  # torch, a second or two
+    from benchmarks.cicada import baselines, strategies  # torch, a second or two
     from benchmarks.cicada.workloads import workload
 
     _prepare()
@@ -63,7 +64,7 @@ def main() -> None:
     if line:
         request = Request(**json.loads(line))
         chosen = workload.workload(request.model)
-        answer = _answer(request, chosen, strategies, (region, timeline, writer))
+        answer = _answer(request, chosen, (strategies, baselines), (region, timeline, writer))
         print(json.dumps(asdict(answer)), flush=True)
         sys.stdin.readline()  # stay until memory was looked at
     with suppress(OSError):
@@ -96,11 +97,14 @@ def _prepare() -> None:
         torch.randn(256, 256) @ torch.randn(256, 256)
 
 
-def _answer(request: Request, chosen: Any, strategies: Any, parts: tuple[Region, Timeline, int]) -> Answer:
+def _answer(request: Request, chosen: Any, modules: tuple[Any, Any], parts: tuple[Region, Timeline, int]) -> Answer:
     import torch
 
-    region, timeline, writer = parts
+    (strategies, baselines), (region, timeline, writer) = modules, parts
     torch.set_default_dtype(chosen.dtype)
+    kept = None
+    if request.strategy in baselines.BEFORE:
+        kept = baselines.BEFORE[request.strategy](chosen, Path(_local(request.url, timeline)))
     start = time.monotonic_ns()
     path = None
     if request.strategy in strategies.OURS:
@@ -108,7 +112,8 @@ def _answer(request: Request, chosen: Any, strategies: Any, parts: tuple[Region,
     else:
         path = _local(request.url, timeline)
     with torch.inference_mode():
-        output = strategies.STRATEGIES[request.strategy](strategies.Job(chosen, path, timeline, region))
+        run = {**strategies.STRATEGIES, **baselines.BASELINES}[request.strategy]
+        output = run(strategies.Job(chosen, path, timeline, region, kept))
         end = time.monotonic_ns()
         digest = hashlib.sha256(output.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
     if not output.isfinite().all() or output.float().std() == 0:

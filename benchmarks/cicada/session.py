@@ -76,6 +76,8 @@ class Session:
             if strategy == "floor":  # a forward, and no pipeline
                 continue
             result.add(name, "utilisation", "of 1", [pipeline.utilisation(one.stages) for one in timed])
+            for metric in pipeline.Totals._fields:
+                result.add(name, metric, "s", [getattr(pipeline.totals(one.stages), metric) for one in timed])
             for unit, label in pipeline.NAMES.items():
                 for kind, seconds in (("working", pipeline.working), ("waiting", pipeline.waiting)):
                     found = [seconds(one.stages).get(unit) for one in timed]

@@ -33,12 +33,16 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """One inference: of ``workload``, whose file is ``path`` (``full`` reads what comes into ``region``)."""
+    """One inference: of ``workload``, whose file is ``path`` (``full`` reads what comes into ``region``).
+
+    ``kept``: what a system that keeps models has in memory before the request (``baselines.BEFORE``).
+    """
 
     workload: Workload
     path: Path
     timeline: Timeline
     region: Region | None = None
+    kept: Any = None
 
 
 def sequential(job: Job) -> Tensor:
@@ -49,7 +53,7 @@ def sequential(job: Job) -> Tensor:
         state = {job.workload.rename(name): tensor for name, tensor in load_file(job.path).items()}
     with job.timeline.stage("apply"):
         missing, unexpected = model.load_state_dict(state, strict=False)  # type: ignore[arg-type]
-        _check_names(model, missing, unexpected)
+        check_names(model, missing, unexpected)
         del state
     trace_layers(model, job.workload, job.timeline)
     with job.timeline.stage("forward"):
@@ -66,7 +70,7 @@ def mini(job: Job) -> Tensor:
 
 def preload(job: Job) -> Tensor:
     """Retrieval runs ahead on its own; a layer is applied once it is both constructed and retrieved."""
-    steps, names = job.workload.steps, _Names(job)
+    steps, names = job.workload.steps, Names(job)
     constructed: dict[str, nn.Module] = {}
     retrieved: dict[str, dict[str, Tensor]] = {}
     ready = threading.Condition()
@@ -110,7 +114,7 @@ def preload(job: Job) -> Tensor:
     with _Failures() as failures:
         failures.thread(construct)
         failures.thread(retrieve)
-        return _execute(job, failures.ahead(applied()))
+        return execute(job, failures.ahead(applied()))
 
 
 def full(job: Job, *, loaded: bool = False) -> Tensor:
@@ -151,7 +155,7 @@ OURS = ("full", "converted", "floor")  # which fetch into a region
 
 def _pipeline(job: Job, *, mini: bool) -> Tensor:
     """Three units, a thread each: construction, loading (retrieval and application), execution."""
-    steps, names = job.workload.steps, _Names(job)
+    steps, names = job.workload.steps, Names(job)
 
     def construct() -> Iterator[nn.Module]:
         for step in steps:
@@ -166,7 +170,7 @@ def _pipeline(job: Job, *, mini: bool) -> Tensor:
                 yield module
 
     with _Failures() as failures:
-        return _execute(job, failures.ahead(load(failures.ahead(construct()))))
+        return execute(job, failures.ahead(load(failures.ahead(construct()))))
 
 
 def _made(step: Step, mini: bool) -> nn.Module:
@@ -187,7 +191,7 @@ def _apply(job: Job, step: Step, module: nn.Module, tensors: dict[str, Tensor]) 
         module.load_state_dict(tensors)
 
 
-def _execute(job: Job, modules: Iterable[nn.Module]) -> Tensor:
+def execute(job: Job, modules: Iterable[nn.Module]) -> Tensor:
     state = job.workload.inputs()
     kept: list[nn.Module] = []  # for the next request, as every strategy keeps its model
     for step, module in zip(job.workload.steps, modules, strict=True):
@@ -197,7 +201,7 @@ def _execute(job: Job, modules: Iterable[nn.Module]) -> Tensor:
     return torch.as_tensor(state)
 
 
-class _Names:
+class Names:
     """Which of the file's tensors belong to which layer."""
 
     def __init__(self, job: Job) -> None:
@@ -263,7 +267,7 @@ class _Failures:
         self.check()
 
 
-def _check_names(model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+def check_names(model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
     """Only a tied parameter's other name may be missing."""
     named = {name for name, _ in model.named_parameters()}  # each tensor once
     if unexpected or any(name in named for name in missing):

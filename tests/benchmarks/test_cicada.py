@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from medusa_runtime.timeline import Timeline
 
 from benchmarks.cicada import __main__ as command
 from benchmarks.cicada import pipeline, session
+from benchmarks.cicada.baselines import BASELINES, BEFORE, idle, optimus, pool
 from benchmarks.cicada.figure import _place
 from benchmarks.cicada.limited import measure_limited
 from benchmarks.cicada.origin import LimitedServer, serving
@@ -29,7 +31,7 @@ from benchmarks.cicada.sample import Request
 from benchmarks.cicada.session import Session
 from benchmarks.cicada.strategies import OURS, STRATEGIES, Job
 from benchmarks.cicada.workloads.checkpoint import checkpoint
-from benchmarks.cicada.workloads.workload import NAMES, workload
+from benchmarks.cicada.workloads.workload import NAMES, Step, workload
 
 TINY = ("tiny-vgg", "tiny-resnet", "tiny-bert", "tiny-llama", "tiny-opt")
 
@@ -46,7 +48,7 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     folder = checkpoint(chosen, tmp_path)
     torch.set_default_dtype(chosen.dtype)
     outputs, units = {}, {}
-    for strategy, run in STRATEGIES.items():
+    for strategy, run in {**STRATEGIES, **BASELINES}.items():
         timeline, region = Timeline.create("test"), Region.create()
         if strategy in OURS:
             prefetch(region, str(folder), settings=Settings(), timeline=timeline)
@@ -63,6 +65,37 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     assert all({unit for stage, unit in found if stage == "execute"} >= layers for found in units.values())
     for strategy in ("pisel", "mini", "preload"):
         assert {unit for stage, unit in units[strategy] if stage in ("construct", "apply")} == layers
+
+
+def test_optimus_makes_only_the_layers_that_the_other_model_lacks(tmp_path: Path) -> None:
+    chosen = workload("tiny-vgg")
+    path = checkpoint(chosen, tmp_path) / "model.safetensors"
+    container = idle(chosen, path)
+    kept, removed = {id(layer) for layer in container.layers}, container.layers.pop()
+    used: list[int] = []
+
+    def watched(step: Step) -> Step:
+        def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            used.append(id(layer))
+            return step.run(layer, x)
+
+        return replace(step, run=run)
+
+    observed = replace(chosen, steps=tuple(watched(step) for step in chosen.steps))
+    with torch.inference_mode():
+        found = optimus(Job(observed, path, Timeline.create("test"), kept=container))
+        assert torch.equal(found, STRATEGIES["sequential"](Job(chosen, path, Timeline.create("test"))))
+    assert id(removed) not in used
+    assert len(kept & {*used}) == len(used) - 1
+    assert idle(workload("tiny-bert"), path).layers == []
+
+
+def test_tetris_keeps_a_model_in_shared_memory_at_addresses_that_products_like(tmp_path: Path) -> None:
+    chosen = workload("tiny-resnet")
+    tensors = pool(chosen, checkpoint(chosen, tmp_path) / "model.safetensors")
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+    assert {*tensors} == {*chosen.factory().state_dict()}
+    assert {*BEFORE} == {*BASELINES}
 
 
 def test_a_strategy_raises_what_its_threads_raise(tmp_path: Path) -> None:
@@ -83,6 +116,7 @@ def test_utilisation_counts_each_moment_once() -> None:
         Stage("unknown", "function", 0.0, 9.0, ""),
     ]
     assert pipeline.utilisation(stages) == pytest.approx(3.5 / 4)
+    assert pipeline.totals(stages) == pytest.approx((3.5, 4.0))
     assert pipeline.working(stages) == pytest.approx({"L": 1.0, "R": 1.5, "A": 0.5, "E": 1.0})
     apart = [Stage("execute", "f", 0.0, 1.0, "a"), Stage("execute", "f", 3.0, 4.0, "b")]
     assert pipeline.waiting(apart) == {"E": 2.0}
