@@ -16,6 +16,7 @@ import yaml
 from deploying import CRD, knative_service
 from medusa_adapters.deploy.manifests.kubernetes import features, node_agent, scaling
 from medusa_adapters.deploy.manifests.measured import MeasuredStart, read_measured_start
+from medusa_adapters.trial import Trial
 from medusa_runtime.errors import NodeRefusedError
 from medusa_runtime.node.callers.peer import Caller, Peer
 from medusa_runtime.node.callers.policy import Policy
@@ -302,6 +303,13 @@ def test_bad_timelines(tmp_path: Path) -> None:
     assert "cannot be read: Connection refused" in refused(*base, "--timeline=http://127.0.0.1:9/")
     late = timeline(tmp_path, ready_s=700)
     assert "no first request could be answered" in refused(*base, f"--timeline={late}")
+
+
+def test_a_timeline_behind_a_token_is_to_be_saved_first(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("def handle(request):\n    return 'hello'\n")
+    with Trial("--handler", str(tmp_path / "hello.py"), "--token", "secret") as function:
+        said = refused("qwen", "--image=qwen:1", f"--timeline={function.url}")
+    assert "cannot be read: it asks for a token; save its answer with `curl" in said
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def _read(source: str) -> Any:
     except (OSError, ValueError, urllib.error.URLError) as error:
         cause = getattr(error, "reason", error)  # urllib wraps the error of the connection
         reason = getattr(cause, "strerror", None) or cause
+        if getattr(error, "code", None) == 401:
+            reason = "it asks for a token; save its answer with `curl -H 'Authorization: Bearer …'`, and name the file"
         raise ConfigError(f"--timeline={redacted(source)!r} cannot be read: {reason}") from None
     try:
         return json.loads(text)
