@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import http.client
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,14 @@ def test_a_class_with_a_lifecycle(serve: Serve) -> None:
     assert served.request("POST", "/", b"hi", TEXT)[1] == b"at most 3: hi!"
     assert served.stop() == 0
     assert (served.log.parent / "closed").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_code_that_becomes_another_user_goes_on_serving(serve: Serve) -> None:
+    served = serve(handler="other_user/handler.py:handle")
+    first = served.request("POST", "/", {"wait_s": 2.5})[1]  # in which the worker's loop gives several signs of life
+    assert first["user"] == 65534
+    assert served.request("POST", "/", {"wait_s": 0})[1] == first
 
 
 def test_code_that_loads_for_long_is_reported_with_its_place(serve: Serve) -> None:

@@ -226,8 +226,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return True
 
     def notify(self) -> None:
-        """Beat for the watchdog. gunicorn calls this about once a second, from the loop that accepts."""
-        super().notify()
+        """Beat for the watchdog. gunicorn calls this about once a second, from the loop that accepts.
+
+        gunicorn's own sign of life, which it does not watch, is a file that a handler may no longer touch after setuid.
+        """
         self.app.heartbeats.beat("worker")
 
     def handle(self, conn: Any) -> Any:
