@@ -16,7 +16,7 @@ from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from ..bounded_json import count_values
-from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, short_repr
+from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, UnreachableError, short_repr
 from ..storage.base import BucketNotFoundError, ObjectInfo, Store, open_store, redacted, scheme_of
 from ..storage.local import LocalStore
 from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
@@ -143,6 +143,7 @@ class _Reader:
         self._store = store
         self._pool = pool
         self._record = record
+        self._unreachable: UnreachableError | None = None
 
     def read(self, name: str | None) -> Checkpoint:
         if name in ADAPTER_FILES:
@@ -301,8 +302,13 @@ class _Reader:
 
         Some stores answer 403 for an object that does not exist, and an agent leaves out what its caller may not read.
         """
+        if self._unreachable is not None:  # the other file was tried for long enough
+            raise self._unreachable
         try:
             return read_whole(self._store.read, name)
+        except UnreachableError as error:
+            self._unreachable = error
+            raise
         except ObjectNotFoundError:
             return None
         except ForbiddenError:

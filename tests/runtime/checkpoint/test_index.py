@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 from medusa_runtime.checkpoint.header import DTYPE_BITS, MOST_TENSORS, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
-from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
+from medusa_runtime.checkpoint.reader import _THREADS, open_checkpoint
+from medusa_runtime.errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, UnreachableError
+from medusa_runtime.storage.local import LocalStore
 
 Make = Callable[..., bytes]
 F32 = ("F32", [2], b"12345678")
@@ -177,6 +179,27 @@ def test_a_small_file_that_is_there_and_cannot_be_read_is_no_missing_one(
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ForbiddenError, match=r"config\.json: expected a regular file, found a folder"):
         open_checkpoint(str(tmp_path))
+
+
+class UnreachableStore(LocalStore):
+    """A store whose machine no packet reaches, once so many files are asked for as are read at a time."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.asked: list[str] = []
+        self._all = threading.Barrier(_THREADS)
+
+    def read(self, key: str, start: int, stop: int, version: str | None = None) -> Any:
+        self.asked.append(key)
+        self._all.wait(60)
+        raise UnreachableError(f"{key}: cannot be reached")
+
+
+def test_a_store_that_cannot_be_reached_is_asked_once_for_files_at_a_time(tmp_path: Path) -> None:
+    store = UnreachableStore(str(tmp_path))
+    with pytest.raises(UnreachableError, match="cannot be reached"):
+        open_checkpoint("https://store.example/m", store=store)
+    assert len(store.asked) == _THREADS
 
 
 def test_a_bundle_from_another_time() -> None:

@@ -35,6 +35,7 @@ _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
 _WAKE_BYTES = 512 << 10  # how much to wait for at a time; the kernel's receive buffer grows to hold twice as much
 _UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's verify codes: self-signed, or by an issuer that is not known here
+_CONNECT_S = 5.0  # for each address; the kernel asks three times meanwhile (after 0, 1 and 3 s)
 _UNANSWERED = 3  # how many of a host's addresses may be silent until the time is over
 _MOMENT_S = 0.25  # bytes that have come are handed on after this time, for others may wait for them
 
@@ -381,7 +382,7 @@ def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) 
 
 
 def _reach(host: str | bytes, port: int, timeout_s: float) -> socket.socket:
-    """Connect to the first of a host's addresses that answers within ``timeout_s``. Raises OSError if none does.
+    """Connect to the first of a host's addresses that answers within some seconds. Raises OSError if none does.
 
     All of them together get a few times as long, because a name may have thousands.
     """
@@ -393,7 +394,7 @@ def _reach(host: str | bytes, port: int, timeout_s: float) -> socket.socket:
             break
         connection = socket.socket(family, kind, protocol)
         try:
-            connection.settimeout(min(timeout_s, left_s))
+            connection.settimeout(min(timeout_s, _CONNECT_S, left_s))
             connection.connect(address)
         except OSError as failure:
             error = failure
