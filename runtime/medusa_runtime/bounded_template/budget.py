@@ -82,6 +82,7 @@ class LimitedContext(Context):
             self._looked_s = now
             if time.thread_time() - self._begun_cpu_s > CPU_S:
                 raise TemplateLimitError(f"took more than {CPU_S:g} s of CPU time")
+            self._look_at_memory()
 
     def joined(self, join: Callable[[Iterable[Any]], str], values: tuple[Any, ...]) -> Any:
         for value in values:

@@ -126,6 +126,7 @@ LARGE = [
     BIG + "{% for a in range(1000) %}{% set ns.l = ns.l + [ns.x[a:]] %}{% endfor %}",
     BIG + "{% for a in range(1000) %}{% set ns.l = ns.l + [range(a, 100000)|list] %}{% endfor %}",
     BIG + "{% for a in range(1000) %}{% set ns.l = ns.l + [ns.x.split('b')] %}{% endfor %}",
+    BIG + "{% for a in range(100000) %}{% set ns.l = [ns.l, [" + "a," * 60_000 + "]] %}{% endfor %}",
     "a" * MOST_SOURCE + "a",
 ]  # fmt: skip
 
