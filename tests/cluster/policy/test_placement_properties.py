@@ -63,6 +63,7 @@ class Machines(ClusterModel):
         return not any(
             sum(gpu.size >= needed_bytes(deployment) for gpu in self.gpus[name]) >= deployment.devices
             for name in self.gpus
+            if deployment.device_kind in ("", self.nodes[name].device_kind)
         )
 
     def end(self, instance: str) -> None:
@@ -95,14 +96,18 @@ def room(gpu: Gpu) -> FreeDevice:
 
 
 @st.composite
-def machines(draw: st.DrawFn, *, processors: bool = True, used: bool = True) -> Machines:
-    """Draw nodes with GPUs of several sizes, or without any, and models of several needs."""
+def machines(draw: st.DrawFn, *, processors: bool = True, used: bool = True, kinds: bool = False) -> Machines:
+    """Draw nodes with GPUs of several sizes, or without any, and models of several needs.
+
+    With ``kinds``, nodes are of two kinds, and models may need one, have larger shares, or always have an instance.
+    """
     nodes, gpus = [], {}
     for number in range(draw(st.integers(1, 5))):
         sizes = draw(st.lists(st.sampled_from(SIZES), min_size=0 if processors else 1, max_size=4))
         sizes = sizes if draw(st.booleans()) else sizes[:1] * len(sizes)
         ordered = sorted((size * GB for size in sizes), reverse=True)
         found = {"devices": len(sizes), "device_bytes": min(ordered, default=0), "device_sizes": tuple(ordered)}
+        found["device_kind"] = draw(st.sampled_from(["", "", "x"])) if kinds else ""
         name = f"n{number}"
         nodes.append(Node(name, link_bytes_per_s=100 * GB, memory_bytes=1000 * GB, **found))  # type: ignore[arg-type]
         taken = st.sampled_from([0, 0, 0, 10 * GB]) if used else st.just(0)
@@ -113,6 +118,9 @@ def machines(draw: st.DrawFn, *, processors: bool = True, used: bool = True) -> 
         wanted["device"] = draw(st.sampled_from(["auto", "auto", "cuda", "cpu"] if processors else ["auto", "cuda"]))
         if wanted["device"] == "cpu":
             wanted["devices"] = 1
+        if kinds:
+            wanted["device_kind"] = draw(st.sampled_from(["", "", "x"]))
+            wanted["weight"], wanted["min"] = draw(st.sampled_from([1.0, 4.0])), draw(st.sampled_from([0, 0, 1]))
         deployments.append(model(name, draw(st.sampled_from([2, 10, 20, 60])) * GB, max=3, **wanted))
     return Machines(nodes, gpus, deployments)
 
@@ -160,7 +168,7 @@ def test_no_gpu_has_two_instances_or_too_little_memory_whatever_happens(cluster:
 
 
 @settings(deadline=None, max_examples=40)
-@given(machines(), st.data())
+@given(machines(kinds=True), st.data())
 def test_a_demand_that_has_a_place_gets_it_and_all_settle(cluster: Machines, data: st.DataObject) -> None:
     """One request for each model, in any order, with any time between them."""
     for name in data.draw(st.permutations(sorted(cluster.deployments))):
@@ -231,6 +239,8 @@ def test_a_model_for_which_a_processor_will_do_leaves_the_only_gpu_to_one_that_n
 def has_place(cluster: Machines, deployment: Deployment) -> bool:
     """Return whether a free place would do for a whole instance."""
     for name, node in cluster.nodes.items():
+        if deployment.device_kind not in ("", node.device_kind):
+            continue
         free = [room(gpu) for gpu in cluster.gpus[name] if gpu.holder is None]
         if node.computes_on_device(deployment.device):
             if sum(one.free_bytes >= needed_bytes(deployment) for one in free) >= deployment.devices:
