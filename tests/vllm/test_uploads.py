@@ -143,6 +143,20 @@ def test_what_cannot_be_released_is_refused(
         same(found(NAMES))
 
 
+def test_a_draft_does_not_read_what_was_released(
+    filling: Callable[..., Any], link: Any, handed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers for multi-token prediction are in the model's checkpoint. The draft would have got zeros."""
+    monkeypatch.setattr(uploading, "link_to", lambda *_: nullcontext(link))
+    attached: Any = SimpleNamespace(region=arrived(filling).region, releases=True, was_uploaded=False)
+    model: Any = None
+    with uploading.arriving(attached, model, None) as found:
+        same(found(NAMES))
+    again = pytest.raises(ConfigError, match=r"a draft reads it again .* use --host-weights keep")
+    with again, uploading.arriving(attached, model, None):
+        pass
+
+
 def test_an_abandoned_load_leaves_no_copies(filling: Callable[..., Any], fake: Fake, handed: list[Tensor]) -> None:
     region = filling(WEIGHTS).complete().region
     with fake.link() as link:

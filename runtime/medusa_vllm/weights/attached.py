@@ -62,6 +62,7 @@ class AttachedRegion:
         self.kernels = kernels
         self.releases = releases
         self.model: str | None = None  # vLLM's name of the model whose weights these are
+        self.was_uploaded = False
 
     @classmethod
     def of(cls, load_config: Any) -> AttachedRegion:

@@ -66,6 +66,12 @@ def arriving(attached: AttachedRegion, model: nn.Module, model_config: Any) -> I
     attached.region.check_whole()
     with link_to(model, model_config) as link:
         if link is not None:
+            if attached.releases and attached.was_uploaded:
+                raise ConfigError(
+                    "--host-weights release: expected a checkpoint that vLLM reads once, found that a draft reads it "
+                    "again (--speculative-config); use --host-weights keep"
+                )
+            attached.was_uploaded = True
             yield partial(uploaded, attached.region, link=link, release=attached.releases)
             return
         if attached.releases and any(weight.is_cuda for weight in model.parameters()):

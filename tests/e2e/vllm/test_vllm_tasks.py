@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,20 +126,3 @@ def adapter(base: Path, folder: Path, scale: float) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(told))
-
-
-def test_a_draft_model_in_another_folder_proposes_tokens(
-    start: Callable[..., Any], example: Path, tmp_path: Path
-) -> None:
-    draft = shutil.copytree(example, tmp_path / "draft", ignore=shutil.ignore_patterns(".medusa"))
-    flag = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2})
-    plain = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
-    body = {"prompt": "Return the", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    expected = ask(plain, "/v1/completions", body)["choices"][0]["text"]
-    assert plain.stop() == 0
-    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--", "--speculative-config", flag)
-    assert ask(serving, "/v1/completions", body)["choices"][0]["text"] == expected
-    accepted, drafted = (serving.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("accepted", "draft"))
-    assert accepted >= 6  # it is the same model
-    assert accepted <= drafted
-    assert serving.stop() == 0
