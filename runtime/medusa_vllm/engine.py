@@ -44,6 +44,7 @@ from .serving.front_end import FrontEnd, ServedModel
 from .serving.statistics import Progress, Statistics
 from .shared_memory import remove_names_of_ranks
 from .structured import StructuredOutputManagers, TokenizerFolder
+from .weights.completeness import check_scales
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class VllmEngine:
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
+        check_scales(region)
         self._settings, self._region, self._timeline = settings, region, timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture, code)
@@ -344,14 +346,20 @@ def _sampled(output: Any, position: int, token: int) -> SampledToken:
     return SampledToken(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
 
 
+# A kernel that was not built for this processor: without a name, or with one and no arguments.
+_MISSING_KERNEL = re.compile(
+    r"'_OpNamespace' '\w+' object has no attribute '(\w+)'|_C::(\w+)\(\) expected at most 0 argument"
+)
+
+
 def _missing_kernel(error: Exception) -> ModelError | None:
     """Return the error for a quantization that loads on any CPU but has no kernel at the first forward, else None."""
-    missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    missing = _MISSING_KERNEL.search(str(error))
     if missing is None:
         return None
     return ModelError(
-        f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
-        f"or a checkpoint with another quantization, or none"
+        f"vLLM has no {missing[1] or missing[2]} for this machine's processor; expected one that has it (on x86 often "
+        f"AVX-512), or a checkpoint with another quantization, or none"
     )
 
 
@@ -364,6 +372,7 @@ def _reason(error: Exception) -> MedusaError:
             f"expected {short[3]} GiB of free memory for the KV cache, vLLM found {short[1]} of {short[2]} GiB; give "
             "the container more memory, or lower --kv-cache-mb"
         )
+    said = " ".join(str(error).split())
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
-        return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
-    return EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}")
+        return ModelError(f"vLLM cannot load this model: {said or type(error).__name__}")
+    return EngineError(f"vLLM could not load the model: {type(error).__name__}: {said}")

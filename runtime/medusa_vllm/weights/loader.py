@@ -6,8 +6,9 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from medusa_runtime.checkpoint.order import layers_first
-from medusa_runtime.errors import ModelError
+from medusa_runtime.errors import MismatchError, ModelError
 from torch import Tensor, nn
 from vllm.config import replace
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -17,6 +18,7 @@ from ..cpu.linear import use_stored_weights
 from ..lean_imports import avoid_cache_folder
 from ..shared_memory import remove_names_of_collectives
 from .attached import AttachedRegion, layers_of
+from .completeness import warn_of_missing
 from .sharing import share_weights
 from .uploading import Arriving, arriving, tensors
 
@@ -34,6 +36,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         self.load_config = load_config
         self._attached = AttachedRegion.of(load_config)
         self._arriving: Arriving = self._on_host  # vLLM may ask for weights again, when they are no longer loaded
+        self._at: tuple[str, list[int]] | None = None  # the tensor that vLLM has been given last
         remove_names_of_collectives()
 
     def download_model(self, model_config: Any) -> None:
@@ -62,8 +65,24 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             self._arriving = found
             try:
                 super().load_weights(model, model_config)
+            except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+                if self._at is None or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                    raise
+                name, shape = self._at
+                said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+                raise MismatchError(
+                    f"vLLM cannot take the checkpoint's {name} of shape {shape}: {said}. Does its config.json belong "
+                    "to it?"
+                ) from error
             finally:
                 self._arriving = self._on_host
+
+    def track_weights_loading(
+        self, model: nn.Module, loaded_weights: set[str] | None, *others: Any, **more: Any
+    ) -> None:
+        if loaded_weights is not None:
+            warn_of_missing(model, loaded_weights)
+        super().track_weights_loading(model, loaded_weights, *others, **more)
 
     def _on_host(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         return tensors(self._attached.region, names)
@@ -83,7 +102,9 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             if not unused(name) and not should_skip_weight(name, self.local_expert_ids)
         ]
         for name, tensor in self._arriving(names):
+            self._at = name, list(tensor.shape)
             yield source.prefix + name, tensor
+        self._at = None
 
 
 def _files_loader(load_config: Any) -> Any:

@@ -1,0 +1,50 @@
+"""Checks that vLLM does not make: whether the checkpoint has all that the model computes with.
+
+vLLM leaves a parameter that no tensor came for as its memory was, and answers with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+
+from medusa_runtime.errors import MismatchError
+from medusa_runtime.region.reader import Region
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_SCALED = ("fp8", "compressed-tensors")  # methods whose weights of 8 bits have scales beside them
+_CODES = frozenset(("I8", "F8_E4M3", "F8_E5M2"))
+_SHOWN = 3
+
+
+def check_scales(region: Region) -> None:
+    """Raise MismatchError if a quantized weight of 8 bits has no scale."""
+    config = json.loads(region.file("config.json") or b"{}")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method not in _SCALED:
+        return
+    tensors = region.wait_index().tensors
+    scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
+    for name, entry in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight" and entry.dtype in _CODES and module not in scaled:
+            raise MismatchError(f"{module}: expected the tensors weight, weight_scale, found no weight_scale")
+
+
+def warn_of_missing(model: nn.Module, loaded: Collection[str]) -> None:
+    """Log which of the model's parameters no tensor came for."""
+    names = [name for name, parameter in model.named_parameters() if parameter.numel() and name not in loaded]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        logger.warning(
+            "the checkpoint has no tensor for %s%s of vLLM's model, so answers may be nonsense; does its config.json "
+            "belong to it?",
+            ", ".join(names[:_SHOWN]),
+            more,
+        )
+
+
+__all__ = ["check_scales", "warn_of_missing"]
