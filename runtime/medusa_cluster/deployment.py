@@ -13,6 +13,7 @@ from medusa_runtime.registry import engine_kind, imported, is_remote
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
+_WEIGHTS = (0.01, 100.0)
 _LEAST_TOKENS = 2048  # of keys and values that an instance should have room for, if no length is asked for
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -35,8 +36,9 @@ class Deployment:
     and ``tpot_slo_s`` are the wanted seconds to the first token and per output token; None means no wish. With
     ``live_scaling``, an instance that is added under load helps another one while its own layers arrive; with a TTFT
     SLO, only where that needs it. With ``disaggregated``, prefill and decode are on instances of their own, and ``min``
-    and ``max`` count each. Instances start on nodes of ``device_kind``, or of any kind if it is empty. ``settings`` are
-    options of ``medusa serve`` as text, by field name.
+    and ``max`` count each. Instances start on nodes of ``device_kind``, or of any kind if it is empty. ``weight`` is
+    that of the model's share when the cluster is full. ``settings`` are options of ``medusa serve`` as text, by field
+    name.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Deployment:
     live_scaling: bool = False
     disaggregated: bool = False
     device_kind: str = ""
+    weight: float = 1.0
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -91,6 +94,10 @@ class Deployment:
             number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e300
             if seconds is not None and not number:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
+        number = isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
+        least, most = _WEIGHTS
+        if not number or not least <= self.weight <= most:
+            raise ConfigError(f"weight: expected a number from {least:g} to {most:g}, found {self.weight!r}")
         self.environment(settings_name)
         if not isinstance(self.device_kind, str) or not (self.device_kind == "" or _NAME.fullmatch(self.device_kind)):
             raise ConfigError(f"device_kind: expected up to 64 letters, digits and . _ -, found {self.device_kind!r}")

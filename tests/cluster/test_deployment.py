@@ -40,6 +40,12 @@ def test_an_slo_is_a_number_of_seconds(seconds: Any) -> None:
         Deployment.from_json({"name": "m", "url": "/m", "ttft_slo_s": seconds})
 
 
+@pytest.mark.parametrize("weight", [True, 10**400, float("inf"), float("nan"), 0, -1, "1", None])
+def test_a_weight_is_a_number(weight: Any) -> None:
+    with pytest.raises(ConfigError, match=r"weight: expected a number from 0\.01 to 100, found"):
+        Deployment.from_json({"name": "m", "url": "/m", "weight": weight})
+
+
 @pytest.mark.parametrize(("engine", "whole"), [("group", "torch"), ("vllm-group", "vllm")])
 def test_the_engine_of_a_groups_workers_is_no_engine_of_a_deployment(engine: str, whole: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine: expected {whole}, .* found '{engine}'"):

@@ -185,6 +185,7 @@ def _policy_deployment(
         measured=models.measured(item.url, processors),
         tokens_per_s=models.prefill_tokens_per_s(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
+        weight=item.weight,
         device_kind=item.device_kind,
         device=item.device,
         devices=item.gpus,

@@ -37,6 +37,7 @@ from .state import (
     StartInstance,
     StopInstance,
 )
+from .turns import turn
 from .waiting import Wait, waits
 
 _NONE_MISSING = RequestNodes(0)
@@ -147,7 +148,7 @@ class _Tick:
             self._turn(prefill, decode)
         counts = [count for roles in by_model.values() for count in roles]
         asked = {count.deployment.name: count for count in counts if count.wanted and self._lacks(count)}
-        shared = share(counts, self._index, self._placement, asked, self._may_start)
+        shared = share(counts, self._index, self._placement, asked, self._may_start, self._turn_of)
         self._given_up, self._given_room = shared.given_up, set(shared.given_room)
         nodes, requested, idle = self._nodes(shared.shortages)
         changes = self._keep_pool()
@@ -271,7 +272,8 @@ class _Tick:
             return one not in old, one.id not in self._given_up, *_dispensable(one)
 
         for instance in sorted(singles, key=order)[:number]:
-            self._stop(instance, _REPLACED if instance in old else "the load needs fewer")
+            why = "another model needs its place" if instance.id in self._given_up else "the load needs fewer"
+            self._stop(instance, _REPLACED if instance in old else why)
             number -= 1
         if number > 0 and count.wanted == 0:
             for instance in count.instances:
@@ -367,6 +369,9 @@ class _Tick:
         resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
         got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
         return waits({name: count.deployment for name, count in asked.items() if name not in got}, self._placement)
+
+    def _turn_of(self, count: RoleCount) -> tuple[int, float]:
+        return turn(count, self._state.loads.get(count.deployment.name, NO_LOAD), self._now_s)
 
     def _may_start(self, deployment: Deployment) -> bool:
         if not self._placement.may_start(deployment):

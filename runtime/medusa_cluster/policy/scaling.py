@@ -122,11 +122,13 @@ def shares(
     deployments: Mapping[str, Deployment],
     slots: int,
     slots_of: Mapping[str, int] | None = None,
+    turns: Mapping[str, tuple[int, float]] | None = None,
 ) -> dict[str, int]:
     """Divide slots among models that want more instances than there are slots for: weighted max-min fairness.
 
     ``slots_of``: how many each of a model's instances takes; None: one. Minimums come first. Then the model that has
-    the least slots for its weight gets an instance, if it fits, until it has what it wants. Returns instances.
+    the least slots for its weight gets an instance, if it fits, until it has what it wants. Of those that have none,
+    the one whose turn is the lowest comes first, if there are ``turns``. Returns instances.
     """
     each = dict.fromkeys(demands, 1) if slots_of is None else slots_of
     if sum(count * each[name] for name, count in demands.items()) <= slots:
@@ -137,8 +139,9 @@ def shares(
         given[name] = min(deployments[name].min, demands[name], left // each[name])
         left -= given[name] * each[name]
 
-    def rank(name: str) -> tuple[float, int, str]:
-        return given[name] * each[name] / deployments[name].weight, each[name], name
+    def rank(name: str) -> tuple[float, tuple[int, float], int, str]:
+        turn = (0, 0.0) if turns is None or given[name] else turns[name]
+        return given[name] * each[name] / deployments[name].weight, turn, each[name], name
 
     heap = [rank(name) for name in demands if given[name] < demands[name]]
     heapq.heapify(heap)

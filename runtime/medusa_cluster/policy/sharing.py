@@ -30,12 +30,13 @@ def share(
     placement: Placement,
     lacking: Container[str],
     may_start: Callable[[Deployment], bool],
+    turn: Callable[[RoleCount], tuple[int, float]],
 ) -> Shared:
     """Cut the counts down to what the cluster has.
 
     A model without an instance that cannot start anywhere, as ``may_start`` says, takes no share from others. Nor does
     one of those that are ``lacking`` one for which no place is free, becomes free, or is given up by models that lose
-    an instance.
+    an instance. Of models that cannot all have an instance, those whose ``turn`` is the lowest have one.
     """
     claims = {Claim.of(count.deployment) for count in counts}
     exceeded, shortages = [], []
@@ -52,11 +53,12 @@ def share(
         return Shared(shortages)
     able = {_name(count) for count in counts if count.current or may_start(count.deployment)}
     cuts = [(capacity, [one for one in cut if _name(one[0]) in able]) for capacity, cut in exceeded]
-    return Shared(shortages, *_divide_all(cuts, _Places(index, placement, lacking)))
+    turns = {_name(count): turn(count) for count in counts if _name(count) in able}
+    return Shared(shortages, *_divide_all(cuts, _Places(index, placement, lacking), turns))
 
 
 def _divide_all(
-    cuts: Sequence[tuple[int, list[tuple[RoleCount, int]]]], places: _Places
+    cuts: Sequence[tuple[int, list[tuple[RoleCount, int]]]], places: _Places, turns: Mapping[str, tuple[int, float]]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Cut the counts down to the capacities. What one would get in vain goes to the others.
 
@@ -70,7 +72,7 @@ def _divide_all(
             count.wanted = min(demands[name], count.current) if name in in_vain else demands[name]
         shared: dict[str, int] = {}
         for capacity, cut in cuts:
-            shared |= _divide({_name(count): (count, slots) for count, slots in cut}, capacity)
+            shared |= _divide({_name(count): (count, slots) for count, slots in cut}, capacity, turns)
         given_up, given_room, found = places.given_up([(counts[name], number) for name, number in shared.items()])
         if not found:
             break
@@ -85,7 +87,9 @@ def _name(count: RoleCount) -> str:
     return f"{count.deployment.name} {count.role}"
 
 
-def _divide(counts: Mapping[str, tuple[RoleCount, int]], capacity: int) -> dict[str, int]:
+def _divide(
+    counts: Mapping[str, tuple[RoleCount, int]], capacity: int, turns: Mapping[str, tuple[int, float]]
+) -> dict[str, int]:
     """Cut the counts down so that the capacity is enough, fairly. None loses more than one instance at a time.
 
     Each comes with the slots that an instance takes. Returns the shares that they have in the end.
@@ -93,7 +97,7 @@ def _divide(counts: Mapping[str, tuple[RoleCount, int]], capacity: int) -> dict[
     demands = {name: count.wanted for name, (count, _) in counts.items()}
     models = {name: count.deployment for name, (count, _) in counts.items()}
     slots_of = {name: slots for name, (_, slots) in counts.items()}
-    found = shares(demands, models, capacity, slots_of)
+    found = shares(demands, models, capacity, slots_of, turns)
     for name, number in found.items():
         count, _ = counts[name]
         count.wanted = max(number, min(count.wanted, count.current - 1))

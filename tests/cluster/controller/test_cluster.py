@@ -125,6 +125,7 @@ def test_bad_arguments_are_named(run: Run) -> None:
             ({"settings": {"token": "x"}}, "settings: token is chosen for each instance"),
             ({"settings": {"port": "1"}}, "settings: port is chosen for each instance"),
             ({"ttft_slo_s": -1}, "ttft_slo_s"),
+            ({"weight": 0}, "weight: expected a number from 0.01 to 100, found 0"),
             ({"what": 1}, "a deployment has no what"),
         ):
             if said:

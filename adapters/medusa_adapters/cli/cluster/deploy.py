@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tpot-slo", type=float, metavar="S", help="seconds from token to token that are wanted")
     parser.add_argument("--device-kind", default="", metavar="NAME", help="start only on nodes of this --device-kind")
     parser.add_argument(
+        "--weight", type=float, default=1.0, metavar="W", help="of its share when the cluster is full (default: 1)"
+    )
+    parser.add_argument(
         "--live-scaling",
         action="store_true",
         help="under load, a new instance helps a running one while its own layers arrive; "
@@ -66,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         "live_scaling": arguments.live_scaling,
         "disaggregated": arguments.disaggregated,
         "device_kind": arguments.device_kind,
+        "weight": arguments.weight,
         "settings": dict(map(_setting, arguments.set)),
     }
     deployment = Deployment.from_json(values, settings_name="--set")
