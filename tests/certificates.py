@@ -19,5 +19,9 @@ def make_certificates(folder: Path, days: int = 2) -> tuple[Path, Path, Path]:
     openssl("req", "-x509", *new, "/CN=cluster", "-days", "2", "-keyout", ca_key, "-out", ca)
     openssl("req", *new, "/CN=node", "-keyout", key, "-out", request)
     signed = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial")
-    openssl("x509", "-req", "-in", request, *signed, "-days", str(days), "-out", cert)
+    valid = ["-days", str(days)]
+    known = subprocess.run(["openssl", "x509", "-help"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if days < 0 and "-not_after" in known.stdout:  # newer versions take no days below 0
+        valid = ["-not_before", "20200101000000Z", "-not_after", "20200102000000Z"]
+    openssl("x509", "-req", "-in", request, *signed, *valid, "-out", cert)
     return ca, cert, key

@@ -189,7 +189,7 @@ def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
 def _without_credentials(text: str) -> str:
     """Return an error's text without user, password and query of URLs in it: a wrong value may be one."""
     text = re.sub(r"(\w://)[^\s/'\"@]*@", r"\1", text)
-    return re.sub(r"(\w://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)
+    return re.sub(r"(\w://[^\s'\"?]*)\?[^\s'\"]+", r"\1", text)
 
 
 def _logged_as_json(text: str, error: MedusaError) -> bool:

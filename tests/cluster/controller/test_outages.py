@@ -292,3 +292,14 @@ def test_a_controller_that_was_stopped_for_a_while_loses_no_node(run: Run, monke
         assert all(event["kind"] != "node-lost" for event in cluster.state.events)
 
     run(scenario, "a")
+
+
+def test_the_logs_of_a_node_are_asked_for(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        assert await ask(cluster, "logs", node="a") == {"agent": 8}
+        assert await ask(cluster, "logs", node="a", log="agent", after=7) == {
+            "text": "agent of http://a:8114",
+            "end": 7,
+        }
+
+    run(scenario, "a", "b")

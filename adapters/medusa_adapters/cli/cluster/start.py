@@ -67,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_extra()
     settings = _settings(arguments)
+    require_extra()
     from medusa_cluster.node.processes.keeper import keep
+    from medusa_cluster.node.settings import check_folder
     from medusa_runtime.logs import configure_logging
 
     configure_logging(settings.log_level, settings.log_format)
+    check_folder(settings.folder)
     kept = keep()
     if isinstance(kept, int):
         return kept
@@ -100,7 +102,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
     from medusa_cluster.node import settings as node
     from medusa_cluster.node.gpus import visible_gpus
 
-    folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
+    folder = (arguments.dir or node.default_folder()).absolute()
     head = None if arguments.head else head_address(arguments.address)
     level, log_format = log_settings(arguments, os.environ)
     tls = tls_files(arguments)
