@@ -121,7 +121,7 @@ def _environment() -> Environment:
     from jinja2 import nodes  # 50 ms, and only a chat needs it
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from medusa_runtime.bounded_template.environment import LimitedEnvironment
+    from medusa_runtime.bounded_template.gate import template_environment
 
     class Generation(Extension):
         """The tag that marks the assistant's part, for training. Here only its body matters."""
@@ -132,7 +132,7 @@ def _environment() -> Environment:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = template_environment()(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.runtime import Context, Undefined
 from jinja2.utils import Namespace
 
-CPU_S = 3.0
+CPU_S = 3.0  # and more if the messages are long: some templates look at all earlier ones for each
+_MOST_CPU_S = 30.0
+_CHARACTERS_S = 25_000  # of messages and tools for a second more
 MEMORY_BYTES = 256 << 20  # by which the process may grow meanwhile
 ITEM = 16  # characters that an item of a list counts for
 LOOK_SIZE = 1 << 24  # characters that are made between two looks at the memory
@@ -44,7 +47,7 @@ def _size(value: Any, most: float, depth: int = 0) -> int:
     elif isinstance(value, str):
         return len(value)
     elif type(value) is Namespace:
-        children = value._Namespace__attrs.values()
+        children = object.__getattribute__(value, "__dict__").values()
     else:
         return ITEM
     if depth == _MOST_DEPTH:
@@ -80,8 +83,7 @@ class LimitedContext(Context):
         now = time.monotonic()
         if now - self._looked_s > _LOOK_S:
             self._looked_s = now
-            if time.thread_time() - self._begun_cpu_s > CPU_S:
-                raise TemplateLimitError(f"took more than {CPU_S:g} s of CPU time")
+            self._look_at_time(time.thread_time() - self._begun_cpu_s)
             self._look_at_memory()
 
     def joined(self, join: Callable[[Iterable[Any]], str], values: tuple[Any, ...]) -> Any:
@@ -138,16 +140,25 @@ class LimitedContext(Context):
         """Raise TemplateLimitError, unless messages and tools are so long that a text of ``size`` may be right."""
         if not self._is_extended:
             self._is_extended = True
-            given = [value for name, value in self.parent.items() if name not in self.environment.globals]
-            try:
-                self._most += 4 * _size(given, 1 << 40)
-            except _TooLargeError:
-                self.refuse_size()
+            self._most += 4 * self._given_size
         if size > self._most:
             self.refuse_size()
 
+    @cached_property
+    def _given_size(self) -> int:
+        """The characters of the messages, the tools and whatever else the template is given."""
+        given = [value for name, value in self.parent.items() if name not in self.environment.globals]
+        try:
+            return _size(given, 1 << 40)
+        except _TooLargeError:
+            raise TemplateLimitError("is given lists in lists, or objects, too deep to count") from None
+
     def refuse_size(self) -> NoReturn:
         raise TemplateLimitError(f"makes texts or lists of more than {self._most} characters from these messages")
+
+    def _look_at_time(self, taken_s: float) -> None:
+        if taken_s > CPU_S and taken_s > (most_s := min(CPU_S + self._given_size / _CHARACTERS_S, _MOST_CPU_S)):
+            raise TemplateLimitError(f"took more than {most_s:.3g} s of CPU time")
 
     def _look_at_memory(self) -> None:
         from ..limits import private_bytes

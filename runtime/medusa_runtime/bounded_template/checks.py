@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import chain
 from string import Formatter
 from typing import Any
 
-from jinja2.utils import _PassArg
+from jinja2 import pass_context, pass_environment, pass_eval_context
 
 from .budget import ITEM, LOOK_SIZE, MOST_BITS, LimitedContext, TemplateLimitError
 
@@ -17,7 +18,12 @@ _MOST_PRODUCT = 1 << 30  # of two texts' lengths, where an operation compares ea
 _WIDE_FIELD = re.compile(r"[%)][-#0 +]*(?:\d{4,}|[*]|\d*[.](?:\d{4,}|[*]))")  # as in "%1000d", "%(name).1000f", "%*d"
 _WIDE_SPEC = re.compile(r"\d{4,}|{")
 _SLOW_METHODS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"})
-_CONSUMING_FILTERS = frozenset({"groupby", "join", "max", "min", "sort", "sum", "unique"})
+_LAZY_FILTERS = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
+_ATTRIBUTE_AT = {"groupby": 0, "join": 1, "max": 1, "min": 1, "rejectattr": 0, "selectattr": 0, "sort": 2, "sum": 0,
+                 "unique": 1}  # fmt: skip
+_MOST_KEYS = (
+    10_000  # where a template can choose keys that have the same hash, each of which is compared with all others
+)
 
 
 def check_operation(context: LimitedContext, symbol: str, left: Any, right: Any) -> None:
@@ -69,8 +75,10 @@ def checked_arguments(
     name = getattr(called, "__name__", "")
     if isinstance(owner, dict):
         return given
-    if isinstance(owner, str) and name == "join" and given:
+    if given and (called is dict or (isinstance(owner, str) and name == "join")):
         given = (_listed(given[0]), *given[1:])
+    if called is dict and given and not isinstance(given[0], dict):
+        _check_keys([item[0] if isinstance(item, list | tuple) and item else item for item in given[0]])
     others = [value for key, value in named.items() if key not in ("_loop_vars", "_block_vars", "caller")]
     size = 0
     for value in chain(given, others):
@@ -87,6 +95,12 @@ def checked_arguments(
     elif isinstance(owner, list | tuple):
         context.size(owner)
     return given
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """Refuse many keys whose hashes a template can choose. Those of texts are random."""
+    if len(keys) > _MOST_KEYS and not all(isinstance(key, str) for key in keys):
+        raise TemplateLimitError(f"uses more than {_MOST_KEYS} values that are no texts as keys")
 
 
 class FormatMethod:
@@ -134,6 +148,10 @@ def _check_count(context: LimitedContext, value: Any, count: int, *_: Any, **__:
 
 def _check_join(context: LimitedContext, value: Any, separator: Any = "", *_: Any, **__: Any) -> None:
     context.check(_length(value) * len(str(separator)))
+
+
+def _check_unique(context: LimitedContext, value: Any, case_sensitive: bool = False, attribute: Any = None) -> None:
+    _check_keys(list(value) if attribute is None else [None] * _length(value))
 
 
 def _check_sum(context: LimitedContext, value: Any, attribute: Any = None, start: Any = 0) -> None:
@@ -185,37 +203,41 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "sum": _check_sum,
     "tojson": _check_json,
     "trim": _check_trim,
+    "unique": _check_unique,
 }
+
+
+_CONTEXT, _EVAL_CONTEXT, _ENVIRONMENT = (
+    mark(lambda: None).jinja_pass_arg  # type: ignore[attr-defined]
+    for mark in (pass_context, pass_eval_context, pass_environment)
+)
 
 
 class LimitedFunction:
     """A filter or test that checks what it is given."""
 
-    jinja_pass_arg = _PassArg.context
-
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
         self._function = function
-        self._pass = _PassArg.from_obj(function)
+        self._passed = getattr(function, "jinja_pass_arg", None)
         self._check = _CHECKS.get(name)
-        self._follows = name != "list"
+        self._follows = name != "list" and name not in _LAZY_FILTERS
+        self._at = _ATTRIBUTE_AT.get(name, sys.maxsize)
 
     def __call__(self, context: LimitedContext, value: Any, /, *given: Any, **named: Any) -> Any:
-        if self._name in _CONSUMING_FILTERS:
-            value = _listed(value)
+        value = _listed(value)  # iterators over iterators, a hundred thousand deep, would crash the process
         context.step()
+        if isinstance(attribute := named.get("attribute", given[self._at] if len(given) > self._at else None), str):
+            context.check(ITEM * _length(value) * (1 + attribute.count(".") + attribute.count(",")))
         if self._follows:
             context.followed(value)
             for part in chain(given, named.values()):
                 context.followed(part)
         if self._check is not None:
             self._check(context, value, *given, **named)
-        if self._pass is _PassArg.context:
-            given = (context, value, *given)
-        elif self._pass is _PassArg.eval_context:
-            given = (context.eval_ctx, value, *given)
-        elif self._pass is _PassArg.environment:
-            given = (context.environment, value, *given)
+        if self._passed is not None:
+            passed = {_CONTEXT: context, _EVAL_CONTEXT: context.eval_ctx, _ENVIRONMENT: context.environment}
+            given = (passed[self._passed], value, *given)
         else:
             given = (value, *given)
         return context.made(self._function(*given, **named))

@@ -44,10 +44,7 @@ _METHODS: dict[type, frozenset[str]] = {
 }  # fmt: skip
 _REFUSED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 # These look at no item, or only when they are asked for the next one.
-_FREE_FILTERS = frozenset({
-    "attr", "count", "d", "default", "first", "items", "last", "length", "map", "reject", "rejectattr", "select",
-    "selectattr",
-})  # fmt: skip
+_FREE_FILTERS = frozenset({"attr", "count", "d", "default", "first", "items", "last", "length"})
 _FOLLOWING_TESTS = frozenset({
     "!=", "<", "<=", "==", ">", ">=", "divisibleby", "eq", "equalto", "even", "ge", "greaterthan", "gt", "in", "le",
     "lessthan", "lower", "lt", "ne", "odd", "upper",
@@ -99,7 +96,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 def _limit(functions: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if not isinstance(functions[name], LimitedFunction):
-            functions[name] = LimitedFunction(name, functions[name])
+            functions[name] = pass_context(LimitedFunction(name, functions[name]))
 
 
 @pass_context

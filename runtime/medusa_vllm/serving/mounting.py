@@ -172,11 +172,11 @@ def freeze_without_collection() -> AbstractContextManager[None]:
 def limit_templates() -> None:
     """Have vLLM and transformers render chat templates within the limits of ours, from now on."""
     import jinja2.sandbox
-    from medusa_runtime.bounded_template.environment import LimitedEnvironment
+    from medusa_runtime.bounded_template.gate import template_environment
     from transformers.utils import chat_template_utils
 
     for module in (jinja2.sandbox, chat_template_utils):
-        vars(module)["ImmutableSandboxedEnvironment"] = LimitedEnvironment
+        vars(module)["ImmutableSandboxedEnvironment"] = template_environment()
 
 
 def load_processors(model_config: Any) -> None:

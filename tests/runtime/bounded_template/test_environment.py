@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -21,6 +23,11 @@ NESTED = (
 )  # fmt: skip
 KEYED = NESTED.replace("[", "(").replace("]", ",)")
 BIG = "{% set ns = namespace(x='ab', l=[]) %}{% for i in range(21) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+COLLIDING = (  # numbers with one hash, which the set of a filter compares each with each
+    "{% set ns = namespace(l=[]) %}{% for a in range(0, 40000, 200) %}{% set part = namespace(l=[]) %}"
+    "{% for b in range(a, a + 200) %}{% set part.l = part.l + [b * (2 ** 61 - 1)] %}{% endfor %}"
+    "{% set ns.l = ns.l + part.l %}{% endfor %}USE"
+)
 FULL = "{% set many = range(100000)|list %}"
 
 ENDLESS = [
@@ -119,6 +126,10 @@ LARGE = [
     KEYED.replace("USE", "{{ {ns.x: 1}|length }}"),
     "{% set ns = namespace(x=namespace(a=1)) %}{% for i in range(60) %}"
     "{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    FULL + "{{ many|sort(attribute='" + "a," * 20000 + "a')|length }}",
+    FULL + "{{ many|map('string')|map(attribute='" + "0." * 20000 + "0')|list|length }}",
+    COLLIDING.replace("USE", "{{ ns.l|unique|list|length }}"),
+    COLLIDING.replace("USE", "{{ dict(ns.l|batch(1))|length }}"),
     "{% for a in range(100000) %}" + "static text " * 1000 + "{% endfor %}",
     "{% for a in range(100000) %}{{ '" + "constant " * 1000 + "' }}{% endfor %}",
     "{% macro m() %}" + "static text " * 1000 + "{% endmacro %}{% for a in range(100000) %}{{ m() }}{% endfor %}",
@@ -129,6 +140,13 @@ LARGE = [
     BIG + "{% for a in range(100000) %}{% set ns.l = [ns.l, [" + "a," * 60_000 + "]] %}{% endfor %}",
     "a" * MOST_SOURCE + "a",
 ]  # fmt: skip
+
+
+_RENDER = """
+import sys
+from medusa_runtime.bounded_template.environment import LimitedEnvironment
+print(LimitedEnvironment().from_string(sys.argv[1]).render(), end="")
+"""
 
 
 @pytest.fixture
@@ -189,6 +207,28 @@ HONEST = """{% set ns = namespace(n=0, text='') %}{% set parts = [] %}
 def test_other_templates_are_rendered_as_in_jinjas_own_sandbox() -> None:
     expected = ImmutableSandboxedEnvironment().from_string(HONEST).render(messages=MESSAGES)
     assert LimitedEnvironment().from_string(HONEST).render(messages=MESSAGES) == expected
+
+
+def test_iterators_over_iterators_do_not_crash_the_process() -> None:
+    source = "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% set ns.x = ns.x|batch(1) %}{% endfor %}ok"
+    done = subprocess.run([sys.executable, "-c", _RENDER, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "TemplateLimitError: the chat template makes texts or lists of more" in done.stderr
+
+
+_QUADRATIC = (
+    "{% for m in messages %}{% set ns = namespace(n=0) %}"
+    "{% for n in messages[:loop.index0] %}{% set ns.n = ns.n + 1 %}{% endfor %}{% endfor %}ok"
+)
+
+
+def test_a_template_that_looks_at_all_earlier_messages_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Gemma 4 and Command R7B need more than three seconds for 2,000 messages, in Jinja's own sandbox, too."""
+    monkeypatch.setattr(budget, "CPU_S", 0.0)
+    messages = [{"role": "user", "content": "a" * 100}] * 600
+    assert LimitedEnvironment().from_string(_QUADRATIC).render(messages=messages) == "ok"
+    with pytest.raises(TemplateLimitError, match=r"more than 0.0\d+ s of CPU time"):
+        LimitedEnvironment().from_string(_QUADRATIC.replace("messages %}", "range(99999) %}")).render(messages=[1] * 9)
 
 
 def test_long_messages_may_become_long_prompts() -> None:
