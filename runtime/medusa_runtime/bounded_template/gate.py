@@ -1,4 +1,7 @@
-"""A trial of the limits with the Jinja that is installed: some depend on its compiler, which may change."""
+"""A trial of the limits with the Jinja that is installed: some depend on its compiler, which may change.
+
+It takes 80 ms, and is left out for the version with which the tests have made it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _log = logging.getLogger(__name__)
+_TRIED = "3.1.6"
 _HONEST = (
     "{% set ns = namespace(t='') %}{% for a in given %}{% set ns.t = ns.t ~ a %}{{ (a, ns.t)[:1] }}{% endfor %}"
     "{% macro m() %}{{ ns.t == given }}{% endmacro %}{{ m() }}{{ given | map('upper') | join }}{{ '%s' % given }}"
@@ -32,23 +36,24 @@ _HOSTILE = (  # each makes ten megabytes, if it is not refused
 @cache
 def template_environment() -> type[ImmutableSandboxedEnvironment]:
     """Return LimitedEnvironment; Jinja's own sandbox, with a line in the log, where the limits do not work."""
-    from importlib.metadata import version
-
+    import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    installed = getattr(jinja2, "__version__", "of an unknown version")
     try:
         from .environment import LimitedEnvironment
 
-        found = _failed(LimitedEnvironment, ImmutableSandboxedEnvironment)
+        found = "" if installed == _TRIED else _failed(LimitedEnvironment, ImmutableSandboxedEnvironment)
     except Exception as error:  # noqa: BLE001 (whatever a changed compiler does)
         found = str(error)
     if not found:
         return LimitedEnvironment
     _log.warning(
         "chat templates are rendered by Jinja's sandbox without limits on time and memory, because the limits do not "
-        "work with jinja2 %s: %s. Install jinja2 3.1.6",
-        version("jinja2"),
+        "work with jinja2 %s: %s. Install jinja2 %s",
+        installed,
         found,
+        _TRIED,
     )
     return ImmutableSandboxedEnvironment
 
