@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from group_fixtures import Group
 from medusa_cluster.group.plan import GroupPlan
+from medusa_cluster.group.wire import tunnel
 from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
 from medusa_cluster.group.wire.mailbox import FolderMailbox, FsspecMailbox, Mailbox, open_mailbox
 from medusa_cluster.group.wire.message import Kind, Message, json_message
@@ -111,12 +113,56 @@ def test_objects_are_taken_away_and_few_wait_for_a_slow_reader(tmp_path: Path) -
         listener.accept()
 
 
+def test_a_connection_ends_if_the_other_side_takes_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name in ("group-put", "group-take")]
+
+    def send() -> None:
+        while True:
+            ours.sendall(b"x" * 1000)
+            time.sleep(0.002)  # longer than a piece waits for more
+
+    until(lambda: not threads())
+    monkeypatch.setattr(tunnel, "_GONE_S", 0.1)
+    ours = connect_through_store(str(tmp_path))  # nobody listens
+    with pytest.raises(OSError, match="Broken pipe"):
+        send()
+    ours.close()
+    until(lambda: not threads())
+
+
+def test_a_stranger_s_file_breaks_a_connection_and_is_not_read_for_ever(tmp_path: Path) -> None:
+    box = FolderMailbox(tmp_path)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("large", "pipe", "link"):
+        with pytest.raises(EngineError, match=name):
+            box.get(name)
+
+
+def test_other_users_cannot_read_objects(tmp_path: Path) -> None:
+    FolderMailbox(tmp_path).put("a/1", b"one")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_half_an_object_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "a" / "1").mkdir(parents=True)  # so that it cannot be written
+    with pytest.raises(EngineError, match="could not be written"):
+        FolderMailbox(tmp_path).put("a/1", b"one")
+    assert os.listdir(tmp_path / "a") == ["1"]
+
+
 def test_a_mailbox_shows_whole_objects_or_none(place: str) -> None:
     box: Mailbox = open_mailbox(place)
-    assert (box.get("a/1"), box.names("a")) == (None, [])
+    assert (box.get("a/1"), box.has("a/1"), box.names("a")) == (None, False, [])
     box.put("a/1", b"one")
     box.put("a/2", b"")
     assert (box.get("a/1"), box.get("a/2"), sorted(box.names("a"))) == (b"one", b"", ["1", "2"])
+    assert box.has("a/2")
     box.delete("a/1")
     box.delete("a/1")
     assert (box.get("a/1"), box.names("a")) == (None, ["2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 from medusa_runtime.errors import EngineError, MissingPackageError
 from medusa_runtime.storage.base import redacted, scheme_of
+
+LARGEST_OBJECT_BYTES = 8 << 20
 
 
 class Mailbox(Protocol):
@@ -20,7 +23,10 @@ class Mailbox(Protocol):
         """Write an object. Others see it whole or not at all."""
 
     def get(self, name: str) -> bytes | None:
-        """Read an object, or return None if it is not there."""
+        """Read an object, or return None if it is not there. It is an error if it is larger than any of ours."""
+
+    def has(self, name: str) -> bool:
+        """Return whether an object is there, without reading it."""
 
     def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -52,20 +58,30 @@ class FolderMailbox:
         beside = path.with_name(f".{secrets.token_hex(8)}")
         try:
             if path.parent not in self._made:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(0o700, parents=True, exist_ok=True)  # activations are of prompts
                 self._made.add(path.parent)
             beside.write_bytes(data)
             beside.rename(path)
         except OSError as error:
+            with suppress(OSError):
+                beside.unlink()  # half an object, as on a full disk
             raise EngineError(f"{path} could not be written: {error.strerror}") from None
 
     def get(self, name: str) -> bytes | None:
+        path = self._folder / name
         try:
-            return (self._folder / name).read_bytes()
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise EngineError(f"{path}: expected a file of another worker, found something else")
+                data = file.read(LARGEST_OBJECT_BYTES + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise EngineError(f"{self._folder / name} could not be read: {error.strerror}") from None
+            raise EngineError(f"{path} could not be read: {error.strerror}") from None
+        return _bounded(data, str(path))
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self._folder / name)
 
     def delete(self, name: str) -> None:
         with suppress(OSError):
@@ -105,11 +121,21 @@ class FsspecMailbox:
 
     def get(self, name: str) -> bytes | None:
         try:
-            return bytes(self._store.cat_file(f"{self._root}/{name}"))
+            data = bytes(self._store.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001  each store has errors of its own
             raise EngineError(f"{self._shown}/{name} could not be read: {error}") from None
+        return _bounded(data, f"{self._shown}/{name}")
+
+    def has(self, name: str) -> bool:
+        try:
+            self._store.info(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return False
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise EngineError(f"{self._shown}/{name} could not be looked for: {error}") from None
+        return True
 
     def delete(self, name: str) -> None:
         with suppress(Exception):
@@ -125,4 +151,10 @@ class FsspecMailbox:
         return [name.rstrip("/").rpartition("/")[2] for name in found]
 
 
-__all__ = ["FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]
+def _bounded(data: bytes, shown: str) -> bytes:
+    if len(data) > LARGEST_OBJECT_BYTES:
+        raise EngineError(f"{shown}: expected at most {LARGEST_OBJECT_BYTES} bytes from another worker, found more")
+    return data
+
+
+__all__ = ["LARGEST_OBJECT_BYTES", "FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]

@@ -13,18 +13,20 @@ import secrets
 import select
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
+from medusa_runtime.resource_limits import as_limit_error
 
-from .mailbox import Mailbox, open_mailbox
+from .mailbox import LARGEST_OBJECT_BYTES, Mailbox, open_mailbox
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 8 << 20
 _MORE_S = 0.001  # how long to wait for more bytes for the same object
 _MOST_AHEAD = 64  # objects that the other side has not taken
+_GONE_S = 10.0  # a side that takes none of them for so long is gone, as over TCP
 _CALLS = "calls"  # the folder in which connections are announced
 # Between two looks: a look at an object store takes tens of milliseconds itself.
 _SOONEST_S, _LATEST_S, _CALLS_S = 0.0005, 0.02, 0.02
@@ -81,8 +83,13 @@ def _tunnel(mailbox: Mailbox, name: str, *, sends: str, takes: str) -> socket.so
     taking = threading.Thread(
         target=_take, args=(mailbox, f"{name}/{takes}", inner, ended), name="group-take", daemon=True
     )
-    taking.start()
-    threading.Thread(target=send, name="group-put", daemon=True).start()
+    try:
+        taking.start()
+        threading.Thread(target=send, name="group-put", daemon=True).start()
+    except RuntimeError as error:  # there is no room for a thread, now
+        ended.set()
+        ours.close()
+        raise OSError(str(as_limit_error(error) or error)) from None
     return ours
 
 
@@ -91,8 +98,7 @@ def _send(mailbox: Mailbox, prefix: str, inner: socket.socket, ended: threading.
     try:
         while piece := _piece(inner):
             if number % _MOST_AHEAD == 0 and number:
-                while mailbox.get(f"{prefix}{number - _MOST_AHEAD:08}") is not None and not ended.wait(_LATEST_S):
-                    pass
+                _wait_taken(mailbox, f"{prefix}{number - _MOST_AHEAD:08}", ended)
             mailbox.put(f"{prefix}{number:08}", piece)
             number += 1
         if not ended.is_set():
@@ -103,14 +109,22 @@ def _send(mailbox: Mailbox, prefix: str, inner: socket.socket, ended: threading.
     hang_up(inner)
 
 
+def _wait_taken(mailbox: Mailbox, name: str, ended: threading.Event) -> None:
+    """Wait until the other side has taken an object. Raises EngineError if it seems to be gone."""
+    deadline = time.monotonic() + _GONE_S
+    while mailbox.has(name) and not ended.wait(_LATEST_S):
+        if time.monotonic() > deadline:
+            raise EngineError(f"the other side has taken nothing for {_GONE_S:g} s")
+
+
 def _piece(inner: socket.socket) -> bytes:
     """Return what this side has sent by now, as one object; empty at the end."""
     found = bytearray()
     with suppress(OSError):
-        while len(found) < _PIECE_BYTES:
+        while len(found) < LARGEST_OBJECT_BYTES:
             if found and not select.select([inner], [], [], _MORE_S)[0]:
                 break
-            more = inner.recv(_PIECE_BYTES - len(found))
+            more = inner.recv(LARGEST_OBJECT_BYTES - len(found))
             if not more:
                 break
             found += more
