@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 
+import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import NAME, GatewayProcess, Instance
+from scripted_server import ScriptedServer
 from span_collector import Collector, collector
 from waiting import until
 
@@ -63,3 +67,28 @@ def test_what_a_gateway_has_noted_is_sent_at_its_end(
     assert gateway.stop() == 0
     assert len(collector.named(f"POST {ROUTE}")) == 1
     assert collector.service == "medusa-gateway"
+
+
+@pytest.mark.parametrize("answers", ["nothing", "an error"])
+def test_a_bad_collector_holds_up_neither_requests_nor_the_end(
+    start_gateway: Callable[..., GatewayProcess],
+    cluster: StandIn,
+    served: tuple[Instance, ...],
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+) -> None:
+    cluster.deploy(NAME)
+    cluster.add(NAME, "one", served[0].url)
+    with ExitStack() as closed:
+        if answers == "nothing":
+            port = closed.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        else:
+            error = b"HTTP/1.1 503 Away\r\nRetry-After: 3600\r\nContent-Length: 0\r\n\r\n"
+            port = closed.enter_context(ScriptedServer(lambda _: error)).port
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        gateway = start_gateway("--traces", "otlp")
+        odd = {"Traceparent": "00-\xff\xb2", "Tracestate": "\xff=,,", "Baggage": "\xff;" * 1000}
+        for headers in ({}, odd, {"Traceparent": f"00-{TRACE}-{PARENT}-01", "Tracestate": "\x80"}):
+            assert gateway.exchange("POST", ROUTE, ASKED, headers)[0] == 200
+        assert gateway.stop() == 0
