@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
-from medusa_runtime.errors import ClusterError
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout
+from medusa_runtime.errors import ClusterError, json_excerpt
 from medusa_runtime.logs import configure_logging, log_to_file
 from medusa_runtime.storage.peer_access import PeerAccess, call_failure
 from yarl import URL
 
-from ..json_lines import JsonLinesServer, result_of
+from ..json_lines import LONGEST_LINE_BYTES, JsonLinesServer, result_of
 from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
 from ..node.ray.processes import (
     CONTROL_SOCKET_VARIABLE,
@@ -83,7 +84,12 @@ class RayNodes:
 
     async def logs(self, node: str, url: str, log: str | None, after: int | None, timeout_s: float) -> Any:
         one = "" if log is None else f"/{quote(log, safe='')}" + ("" if after is None else f"?after={after}")
-        return result_of(await self._get(f"{url}/logs{one}", timeout_s))
+        found = result_of(await self._get(f"{url}/logs{one}", timeout_s))
+        if log is None and not _are_sizes(found):
+            raise ClusterError(f"expected the names of logs and their bytes from {node}, found {json_excerpt(found)}")
+        if log is not None and not _is_text(found):
+            raise ClusterError(f"expected text and end of the log {log} from {node}, found {json_excerpt(found)}")
+        return found
 
     async def _get(self, url: str, timeout_s: float) -> Any:
         """Return the JSON at a URL of a node server. Raises ClusterError if it does not answer with any."""
@@ -92,8 +98,8 @@ class RayNodes:
         try:
             timeout = ClientTimeout(total=timeout_s)
             async with self._session.get(URL(url, encoded=True), ssl=self._ssl, timeout=timeout) as answer:
-                return await answer.json(content_type=None)
-        except (ClientError, OSError, TimeoutError, ValueError) as error:
+                return json.loads(await _body(answer))
+        except (ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise ClusterError(f"{url} did not answer: {call_failure(error, tls=self._access.tls)}") from None
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
@@ -153,6 +159,24 @@ class RayNodes:
             await asyncio.get_running_loop().run_in_executor(None, request)
         except Exception as error:
             raise ClusterError(f"Ray's autoscaler could not be asked for nodes: {error}") from error
+
+
+async def _body(answer: ClientResponse) -> bytearray:
+    """Read an answer. Raises ValueError if it is too long."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > LONGEST_LINE_BYTES:
+            raise ValueError(f"expected at most {LONGEST_LINE_BYTES} bytes, found more")
+    return body
+
+
+def _are_sizes(found: Any) -> bool:
+    return isinstance(found, dict) and all(type(size_bytes) is int and size_bytes >= 0 for size_bytes in found.values())
+
+
+def _is_text(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("text"), str) and type(found.get("end")) is int
 
 
 def _access(environ: Mapping[str, str]) -> PeerAccess:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from medusa_runtime.errors import ClusterError, UnknownNameError
+from medusa_runtime.errors import MedusaError, UnknownNameError
 from medusa_runtime.logs import for_terminal
 
 from ..progress import note, size
@@ -18,6 +18,7 @@ from .connection import add_connection, ask
 _INSTANCE = "instance-"
 _LOOK_S = 1.0
 _LINES = 100
+_LONGEST_LINE = 1 << 20  # characters; a longer one is shown in parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = _Nodes(arguments)
     if arguments.name is None:
         for log in nodes.logs():
-            print(f"{log.name}  {size(log.size_bytes)}")
+            print(for_terminal(f"{log.name}  {size(log.size_bytes)}"))
         return 0
     chosen = _chosen(nodes.logs(), arguments.name)
     if not chosen:
@@ -41,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"nothing is logged of {arguments.name!r}; expected a model that has had an instance, an instance, a node "
             "or NODE/LOG; without a name, the logs are listed"
         )
-    followed = Followed(nodes, lines=max(arguments.lines, 0), named=len(chosen) > 1 or arguments.follow)
+    followed = Followed(
+        nodes, lines=max(arguments.lines, 0), named=len(chosen) > 1 or arguments.follow, once=not arguments.follow
+    )
     followed.show(chosen)
     while arguments.follow:
         sys.stdout.flush()
@@ -77,13 +80,13 @@ class _Nodes:
             try:
                 sizes = ask(self._arguments, "logs", {"node": name})
                 yield from (Log(name, str(log), int(size_bytes)) for log, size_bytes in sizes.items())
-            except (ClusterError, UnknownNameError) as error:
+            except MedusaError as error:
                 if name not in self._silent:
-                    note(f"{name} is left out: {error}")
+                    note(for_terminal(f"{name} is left out: {error}"))
                 self._silent.add(name)
 
     def read(self, log: Log, after: int | None) -> tuple[str, int]:
-        """Return the end of a log, or what has come since ``after``, and where that ends. Raises ClusterError."""
+        """Return the end of a log, or what has come since ``after``, and where that ends. Raises MedusaError."""
         found = ask(self._arguments, "logs", {"node": log.node, "log": log.log, "after": after})
         return str(found["text"]), int(found["end"])
 
@@ -101,11 +104,15 @@ def _chosen(logs: Sequence[Log], name: str) -> list[Log]:
 class Followed:
     """Logs that are printed, and where each was read to."""
 
-    def __init__(self, nodes: _Nodes, *, lines: int, named: bool) -> None:
-        """``lines``: how many of a log's last lines are printed at first. ``named``: with each line's log before it."""
+    def __init__(self, nodes: _Nodes, *, lines: int, named: bool, once: bool) -> None:
+        """``lines``: how many of a log's last lines are printed at first. ``named``: with each line's log before it.
+
+        ``once``: nothing more will be printed, so a last line without an end is whole.
+        """
         self._nodes = nodes
         self._lines = lines
         self._named = named
+        self._once = once
         self._positions: dict[str, int] = {}
         self._unfinished: dict[str, str] = {}
 
@@ -117,9 +124,12 @@ class Followed:
                 continue
             try:
                 text, self._positions[log.name] = self._nodes.read(log, after)
-            except (ClusterError, UnknownNameError) as error:
-                note(f"{log.name}: {error}")
+            except MedusaError as error:
+                note(for_terminal(f"{log.name}: {error}"))
                 continue
-            *lines, self._unfinished[log.name] = (self._unfinished.get(log.name, "") + text).split("\n")
+            *lines, unfinished = (self._unfinished.get(log.name, "") + text).split("\n")
+            if unfinished and (self._once or len(unfinished) > _LONGEST_LINE):
+                lines, unfinished = [*lines, unfinished], ""
+            self._unfinished[log.name] = unfinished
             for line in lines[-self._lines or len(lines) :] if after is None else lines:
-                print(f"{log.name}: " * self._named + for_terminal(line.expandtabs()))
+                print(for_terminal(f"{log.name}: " * self._named + line.expandtabs()))

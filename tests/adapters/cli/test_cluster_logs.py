@@ -1,0 +1,81 @@
+"""What `medusa cluster logs` prints, of nodes that may log and answer anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_adapters.cli.main import main
+
+Answers = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture
+def node(request: pytest.FixtureRequest) -> Iterator[Callable[[Answers], Path]]:
+    """A node server whose cluster has the nodes a and b. ``answers`` answers for the logs. Gives its folder."""
+    folder = Path(tempfile.mkdtemp(prefix="m"))  # a short path, for the socket
+
+    def start(answers: Answers) -> Path:
+        listener = closed.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(folder / "control.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection, connection.makefile("rwb") as lines:
+                    call = json.loads(lines.readline())
+                    found = {"ok": {"nodes": [{"name": "a"}, {"name": "b"}]}}
+                    lines.write(
+                        json.dumps(found if call["call"] == "status" else answers(call["arguments"])).encode() + b"\n"
+                    )
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        closed.callback(thread.join)
+        closed.callback(listener.shutdown, socket.SHUT_RDWR)
+        return folder
+
+    with ExitStack() as closed:
+        yield start
+    shutil.rmtree(folder)
+
+
+def test_names_change_no_terminal(node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = node(lambda _: {"ok": {"\x1b]0;title\x07\n": 3}})
+    assert main(["cluster", "logs", "--dir", str(folder)]) == 0
+    assert capsys.readouterr().out == "a/?]0;title??  3 bytes\nb/?]0;title??  3 bytes\n"
+
+
+@pytest.mark.parametrize("code", ["config_error", "engine_error", "no_such_code"])
+def test_a_node_with_an_error_is_left_out(
+    node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str], code: str
+) -> None:
+    error = {"error": {"code": code, "message": "\x1b[31mno"}}
+    folder = node(lambda given: error if given["node"] == "a" else {"ok": {"agent": 3}})
+    assert main(["cluster", "logs", "--dir", str(folder)]) == 0
+    found = capsys.readouterr()
+    assert found.out == "b/agent  3 bytes\n"
+    assert found.err.startswith("a is left out: ")
+    assert found.err.endswith("?[31mno\n")
+
+
+@pytest.mark.parametrize(("lines", "shown"), [("2", "one\nkilled her\n"), ("1", "killed her\n"), ("0", "")])
+def test_a_last_line_without_an_end_is_shown(
+    node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str], lines: str, shown: str
+) -> None:
+    text = "none\none\nkilled her"
+    folder = node(lambda given: {"ok": {"text": text, "end": 19} if "log" in given else {"agent": 19}})
+    assert main(["cluster", "logs", "a/agent", "--lines", lines, "--dir", str(folder)]) == 0
+    assert capsys.readouterr().out == shown
