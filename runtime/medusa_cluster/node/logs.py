@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -34,7 +35,11 @@ class Logs:
     def _sizes(self) -> dict[str, int]:
         with os.scandir(self._folder) as entries:
             logs = [entry for entry in entries if entry.name.endswith(_ENDING)]
-            return {log.name.removesuffix(_ENDING): log.stat(follow_symlinks=False).st_size for log in logs}
+        sizes = {}
+        for log in logs:
+            with suppress(FileNotFoundError):  # an instance's goes with it
+                sizes[log.name.removesuffix(_ENDING)] = log.stat(follow_symlinks=False).st_size
+        return sizes
 
     async def _read(self, request: web.Request) -> web.Response:
         """Answer with the last 256 KiB of a log at most, or with what has come ``?after=`` an earlier answer.

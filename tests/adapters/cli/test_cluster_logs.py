@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,12 +21,16 @@ from medusa_adapters.cli.main import main
 Answers = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+def two_nodes() -> dict[str, Any]:
+    return {"ok": {"nodes": [{"name": "a"}, {"name": "b"}]}}
+
+
 @pytest.fixture
-def node(request: pytest.FixtureRequest) -> Iterator[Callable[[Answers], Path]]:
+def node() -> Iterator[Callable[..., Path]]:
     """A node server whose cluster has the nodes a and b. ``answers`` answers for the logs. Gives its folder."""
     folder = Path(tempfile.mkdtemp(prefix="m"))  # a short path, for the socket
 
-    def start(answers: Answers) -> Path:
+    def start(answers: Answers, status: Callable[[], dict[str, Any]] = two_nodes) -> Path:
         listener = closed.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(folder / "control.sock"))
         listener.listen()
@@ -36,10 +43,8 @@ def node(request: pytest.FixtureRequest) -> Iterator[Callable[[Answers], Path]]:
                     return
                 with connection, connection.makefile("rwb") as lines:
                     call = json.loads(lines.readline())
-                    found = {"ok": {"nodes": [{"name": "a"}, {"name": "b"}]}}
-                    lines.write(
-                        json.dumps(found if call["call"] == "status" else answers(call["arguments"])).encode() + b"\n"
-                    )
+                    found = status() if call["call"] == "status" else answers(call["arguments"])
+                    lines.write(json.dumps(found).encode() + b"\n")
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -52,7 +57,7 @@ def node(request: pytest.FixtureRequest) -> Iterator[Callable[[Answers], Path]]:
     shutil.rmtree(folder)
 
 
-def test_names_change_no_terminal(node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_change_no_terminal(node: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = node(lambda _: {"ok": {"\x1b]0;title\x07\n": 3}})
     assert main(["cluster", "logs", "--dir", str(folder)]) == 0
     assert capsys.readouterr().out == "a/?]0;title??  3 bytes\nb/?]0;title??  3 bytes\n"
@@ -60,7 +65,7 @@ def test_names_change_no_terminal(node: Callable[[Answers], Path], capsys: pytes
 
 @pytest.mark.parametrize("code", ["config_error", "engine_error", "no_such_code"])
 def test_a_node_with_an_error_is_left_out(
-    node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str], code: str
+    node: Callable[..., Path], capsys: pytest.CaptureFixture[str], code: str
 ) -> None:
     error = {"error": {"code": code, "message": "\x1b[31mno"}}
     folder = node(lambda given: error if given["node"] == "a" else {"ok": {"agent": 3}})
@@ -73,9 +78,34 @@ def test_a_node_with_an_error_is_left_out(
 
 @pytest.mark.parametrize(("lines", "shown"), [("2", "one\nkilled her\n"), ("1", "killed her\n"), ("0", "")])
 def test_a_last_line_without_an_end_is_shown(
-    node: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str], lines: str, shown: str
+    node: Callable[..., Path], capsys: pytest.CaptureFixture[str], lines: str, shown: str
 ) -> None:
     text = "none\none\nkilled her"
     folder = node(lambda given: {"ok": {"text": text, "end": 19} if "log" in given else {"agent": 19}})
     assert main(["cluster", "logs", "a/agent", "--lines", lines, "--dir", str(folder)]) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_following_waits_for_a_controller_that_is_away(node: Callable[..., Path]) -> None:
+    away = {"error": {"code": "Cluster.NoController", "message": "no controller answers"}}
+    statuses = [two_nodes(), away, away]
+    texts = ["first\n", "second\n"]
+
+    def answers(given: dict[str, Any]) -> dict[str, Any]:
+        if given["node"] == "b":
+            return {"ok": {}}
+        if "log" not in given:
+            return {"ok": {"agent": 6 if len(texts) == 2 else 13}}
+        return {"ok": {"text": texts.pop(0), "end": 6 if given["after"] is None else 13}}
+
+    folder = node(answers, lambda: statuses.pop(0) if statuses else two_nodes())
+    command = [sys.executable, "-m", "medusa_adapters.cli.main", "cluster", "logs", "a", "--follow"]
+    with subprocess.Popen(
+        [*command, "--dir", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as followed:
+        assert followed.stdout is not None
+        assert followed.stderr is not None
+        assert [followed.stdout.readline(), followed.stdout.readline()] == ["a/agent: first\n", "a/agent: second\n"]
+        followed.send_signal(signal.SIGINT)
+        assert followed.wait(60) == 130
+        assert followed.stderr.read() == "waiting: no controller answers; running instances go on meanwhile\n"

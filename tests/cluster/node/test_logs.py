@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,27 @@ def test_of_a_long_log_there_are_whole_last_lines(tmp_path: Path, monkeypatch: p
         assert await ask("/logs/agent?after=8") == (200, {"ok": {"text": "three\n", "end": 14}})
 
     ask_in(tmp_path, asking)
+
+
+def test_logs_are_listed_while_others_go(tmp_path: Path) -> None:
+    listed = threading.Event()
+
+    def churn() -> None:
+        while not listed.is_set():
+            for change in (Path.touch, Path.unlink):
+                for number in range(50):
+                    change(tmp_path / f"instance-{number}.log")
+
+    (tmp_path / "agent.log").write_text("a\n")
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        logs = Logs(tmp_path)
+        for _ in range(3000):
+            assert logs._sizes()["agent"] == 2
+    finally:
+        listed.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("path", ["none", "..%2Fsecret", "agent?after=-1", "agent?after=" + "9" * 30, "%00", "."])

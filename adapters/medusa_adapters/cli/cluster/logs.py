@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from medusa_runtime.errors import MedusaError, UnknownNameError
+from medusa_runtime.errors import ClusterError, MedusaError, UnknownNameError
 from medusa_runtime.logs import for_terminal
 
 from ..progress import note, size
@@ -46,10 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
         nodes, lines=max(arguments.lines, 0), named=len(chosen) > 1 or arguments.follow, once=not arguments.follow
     )
     followed.show(chosen)
+    away = False
     while arguments.follow:
         sys.stdout.flush()
         time.sleep(_LOOK_S)
-        followed.show(_chosen(nodes.logs(), arguments.name))
+        try:
+            chosen = _chosen(nodes.logs(), arguments.name)
+        except ClusterError as error:  # as while the controller starts again
+            if not away:
+                note(for_terminal(f"waiting: {error}"))
+            away = True
+            continue
+        away = False
+        followed.show(chosen)
     return 0
 
 
