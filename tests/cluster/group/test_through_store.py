@@ -83,6 +83,27 @@ def test_strangers_are_refused(place: str) -> None:
     assert accepted == []
 
 
+def test_only_names_of_connections_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "way-out").symlink_to(tmp_path / "outside")
+    box = FolderMailbox(shared)
+    for name in ("way-out", "calls", "0" * 17):
+        box.put(f"calls/{name}", b"")
+    listener = StoreListener(str(shared))
+    ours = connect_through_store(str(shared))
+    theirs, _ = listener.accept()
+    ours.sendall(b"x")
+    assert theirs.recv(1) == b"x"
+    listener.close()
+    with pytest.raises(OSError, match="closed"):
+        listener.accept()
+    assert sorted(box.names("calls")) == ["0" * 17, "calls", "way-out"]
+    for one in (ours, theirs):
+        one.close()
+
+
 def test_objects_are_taken_away_and_few_wait_for_a_slow_reader(tmp_path: Path) -> None:
     def objects() -> int:
         return sum(one.is_file() for one in tmp_path.rglob("*"))

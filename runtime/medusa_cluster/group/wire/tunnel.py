@@ -9,6 +9,7 @@ connection over TCP.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import select
 import socket
@@ -28,6 +29,7 @@ _MORE_S = 0.001  # how long to wait for more bytes for the same object
 _MOST_AHEAD = 64  # objects that the other side has not taken
 _GONE_S = 10.0  # a side that takes none of them for so long is gone, as over TCP
 _CALLS = "calls"  # the folder in which connections are announced
+_CALL = re.compile("[0-9a-f]{16}")  # and how: anything else might lead out of the store's folder
 # Between two looks: a look at an object store takes tens of milliseconds itself.
 _SOONEST_S, _LATEST_S, _CALLS_S = 0.0005, 0.02, 0.02
 
@@ -56,7 +58,8 @@ class StoreListener:
         """Wait for a connection. Raises OSError when the listener is closed, or if the store cannot be read."""
         while not self._closed.is_set():
             try:
-                new = [name for name in self._mailbox.names(_CALLS) if name not in self._known]
+                calls = filter(_CALL.fullmatch, self._mailbox.names(_CALLS))
+                new = [name for name in calls if name not in self._known]
             except EngineError as error:
                 raise OSError(str(error)) from None
             if new:
