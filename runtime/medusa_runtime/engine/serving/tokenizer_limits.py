@@ -13,6 +13,7 @@ _MOST_GROWTH = 64  # of a text by all replacements, one after the other; those o
 _MOST_WORD = 1000  # characters; BERT has 100, and the time grows with their cube
 _MOST_PIECES = 10_000  # that are added to each text
 _MOST_ADDED = 1000  # characters before each text
+_SYNTAX = frozenset("\\^$.|?*+()[]{}")  # characters with a meaning of their own in a regular expression
 
 
 def check_limits(tokenizer: Any) -> None:
@@ -56,6 +57,9 @@ def _growth(parts: list[dict[str, Any]]) -> int:
         if part.get("type") != "Replace":
             continue
         content, text = part["content"], part["pattern"].get("String")
+        regex = part["pattern"].get("Regex")
+        if regex and not set(regex) & _SYNTAX:
+            text = regex  # matches only itself
         if text and not set(text) <= written:  # each match has a character of the text itself
             growth = max(growth, len(content))
         else:

@@ -71,6 +71,7 @@ def test_what_makes_a_text_much_longer_is_refused(parts: dict[str, Any]) -> None
     [
         {"normalizer": sequence({"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"))},
         {"normalizer": sequence(*(replace(one, many) for one, many in ASCII.items()))},
+        {"normalizer": sequence(replace("\n", " [LINE] ", "Regex"), replace("\t", " [TAB] ", "Regex"))},
         {"normalizer": sequence(charsmap("ab" * 9), replace(" {2,}", " ", "Regex"), {"type": "NFKC"})},
         {"decoder": {"type": "Sequence", "decoders": [replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"}]}},
         {"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": LETTERS,
