@@ -19,7 +19,7 @@ from .live import LivePairs
 from .moves import Moves
 from .placement import Placement
 from .pool import restore_touched
-from .scaling import Bounds
+from .scaling import Bounds, Turn
 from .schemes import Schemes
 from .sharing import share
 from .sizing import Scheme, parts
@@ -370,7 +370,7 @@ class _Tick:
         got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
         return waits({name: count.deployment for name, count in asked.items() if name not in got}, self._placement)
 
-    def _turn_of(self, count: RoleCount) -> tuple[int, float]:
+    def _turn_of(self, count: RoleCount) -> Turn:
         return turn(count, self._state.loads.get(count.deployment.name, NO_LOAD), self._now_s)
 
     def _may_start(self, deployment: Deployment) -> bool:

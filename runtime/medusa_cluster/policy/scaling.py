@@ -117,18 +117,29 @@ def prefill_rate(deployment: Deployment, monitor: Monitor) -> float:
     return deployment.tokens_per_s or (monitor.tokens_per_s if monitor.counted else 0.0)
 
 
+class Turn(NamedTuple):
+    """A model's place among those that cannot all have an instance. The lowest ones get one."""
+
+    rank: int = 0
+    order_s: float = 0.0
+    starts: bool = False  # it has no instance
+    is_late: bool = False  # it has waited for so long that those that start must leave it what it needs
+
+
 def shares(
     demands: Mapping[str, int],
     deployments: Mapping[str, Deployment],
     slots: int,
     slots_of: Mapping[str, int] | None = None,
-    turns: Mapping[str, tuple[int, float]] | None = None,
+    turns: Mapping[str, Turn] | None = None,
 ) -> dict[str, int]:
     """Divide slots among models that want more instances than there are slots for: weighted max-min fairness.
 
     ``slots_of``: how many each of a model's instances takes; None: one. Minimums come first. Then the model that has
     the least slots for its weight gets an instance, if it fits, until it has what it wants. Of those that have none,
-    the one whose turn is the lowest comes first, if there are ``turns``. Returns instances.
+    the one whose turn is the lowest comes first, if there are ``turns``. If it is late and does not fit, no other one
+    starts on what is left: models that serve give it up one after the other, and each gives too little. Returns
+    instances.
     """
     each = dict.fromkeys(demands, 1) if slots_of is None else slots_of
     if sum(count * each[name] for name, count in demands.items()) <= slots:
@@ -139,15 +150,19 @@ def shares(
         given[name] = min(deployments[name].min, demands[name], left // each[name])
         left -= given[name] * each[name]
 
-    def rank(name: str) -> tuple[float, tuple[int, float], int, str]:
-        turn = (0, 0.0) if turns is None or given[name] else turns[name]
+    def rank(name: str) -> tuple[float, Turn, int, str]:
+        turn = Turn() if turns is None or given[name] else turns[name]
         return given[name] * each[name] / deployments[name].weight, turn, each[name], name
 
     heap = [rank(name) for name in demands if given[name] < demands[name]]
     heapq.heapify(heap)
+    is_left = False
     while left and heap:
-        name = heapq.heappop(heap)[-1]
+        _, turn, _, name = heapq.heappop(heap)
         if each[name] > left:
+            is_left |= turn.is_late
+            continue
+        if turn.starts and is_left:
             continue
         given[name] += 1
         left -= each[name]

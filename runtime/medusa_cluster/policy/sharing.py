@@ -12,7 +12,7 @@ from .claims import Claim, Shortage, bounds, needs_devices
 from .counting import RoleCount
 from .index import Index
 from .placement import Placement, is_large_enough, room_shape
-from .scaling import shares
+from .scaling import Turn, shares
 from .state import Deployment, Instance, Node
 
 
@@ -30,7 +30,7 @@ def share(
     placement: Placement,
     lacking: Container[str],
     may_start: Callable[[Deployment], bool],
-    turn: Callable[[RoleCount], tuple[int, float]],
+    turn: Callable[[RoleCount], Turn],
 ) -> Shared:
     """Cut the counts down to what the cluster has.
 
@@ -58,7 +58,7 @@ def share(
 
 
 def _divide_all(
-    cuts: Sequence[tuple[int, list[tuple[RoleCount, int]]]], places: _Places, turns: Mapping[str, tuple[int, float]]
+    cuts: Sequence[tuple[int, list[tuple[RoleCount, int]]]], places: _Places, turns: Mapping[str, Turn]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Cut the counts down to the capacities. What one would get in vain goes to the others.
 
@@ -67,6 +67,8 @@ def _divide_all(
     counts = {_name(count): count for _, cut in cuts for count, _ in cut}
     demands = {name: count.wanted for name, count in counts.items()}
     in_vain: dict[str, int] = {}  # models for which there are no places, with what they would get
+    for name in _beyond_minimums(cuts):
+        demands[name] = 0
     while True:
         for name, count in counts.items():
             count.wanted = min(demands[name], count.current) if name in in_vain else demands[name]
@@ -83,13 +85,20 @@ def _divide_all(
     return given_up, given_room
 
 
+def _beyond_minimums(cuts: Sequence[tuple[int, list[tuple[RoleCount, int]]]]) -> Iterator[str]:
+    """Yield the models that have no instance, and too few slots for one beside the minimums of others."""
+    for capacity, cut in cuts:
+        room = capacity - sum(min(count.deployment.min, count.current) * slots for count, slots in cut)
+        for count, slots in cut:
+            if slots > room and not count.current and not count.deployment.min:
+                yield _name(count)
+
+
 def _name(count: RoleCount) -> str:
     return f"{count.deployment.name} {count.role}"
 
 
-def _divide(
-    counts: Mapping[str, tuple[RoleCount, int]], capacity: int, turns: Mapping[str, tuple[int, float]]
-) -> dict[str, int]:
+def _divide(counts: Mapping[str, tuple[RoleCount, int]], capacity: int, turns: Mapping[str, Turn]) -> dict[str, int]:
     """Cut the counts down so that the capacity is enough, fairly. None loses more than one instance at a time.
 
     Each comes with the slots that an instance takes. Returns the shares that they have in the end.

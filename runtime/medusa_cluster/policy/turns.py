@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .counting import RoleCount
+from .scaling import Turn
 from .state import Load
 
 TURN_S = 30.0
@@ -10,7 +11,7 @@ _STARTS = 4.0  # a turn is at least so many times as long as the model's starts
 _LEAST_IDLE_S = 1.0
 
 
-def turn(count: RoleCount, load: Load, now_s: float) -> tuple[int, float]:
+def turn(count: RoleCount, load: Load, now_s: float) -> Turn:
     """Rank a model among those that cannot all have an instance. The lowest ones get one.
 
     A model that serves keeps its place for ``TURN_S`` times its weight. Then it loses it to one whose requests have
@@ -19,15 +20,16 @@ def turn(count: RoleCount, load: Load, now_s: float) -> tuple[int, float]:
     most twice what the best choice would have cost (the ski rental problem).
     """
     if not count.current:
-        return 1 if load.longest_wait_s >= TURN_S else 3, -load.longest_wait_s
+        late = load.longest_wait_s >= TURN_S
+        return Turn(1 if late else 3, -load.longest_wait_s, starts=True, is_late=late)
     deployment = count.deployment
     start_s = max((measured.times.ttft_s for measured in deployment.measured.values()), default=0.0)
     idle_s = 0.0 if load.waiting or load.running else now_s - load.last_request_s
     if idle_s >= max(min(start_s, TURN_S), _LEAST_IDLE_S):
-        return 4, 0.0
+        return Turn(4)
     ready = (instance.since_s for instance in count.instances if instance.state == "ready" and instance.full)
     served_s = now_s - min(ready, default=now_s)
-    return 0 if served_s < max(TURN_S, _STARTS * start_s) * deployment.weight else 2, served_s
+    return Turn(0 if served_s < max(TURN_S, _STARTS * start_s) * deployment.weight else 2, served_s)
 
 
 __all__ = ["TURN_S", "turn"]

@@ -65,6 +65,24 @@ def test_a_model_that_takes_all_gpus_has_its_turn() -> None:
     assert min(busy.served.values()) > 200
 
 
+def test_a_model_of_several_gpus_has_its_turn_where_others_end_one_at_a_time() -> None:
+    busy = Busy(ClusterModel(nodes(1, devices=4), [*map(model, "abcdef"), model("x", devices=4)]))
+    for number in range(1, 5):
+        busy.run(TURN_S / 4, "abcd"[:number])
+    busy.run(600)
+    assert max(busy.longest.values()) < 3 * TURN_S, busy.longest
+
+
+def test_a_model_that_no_turn_of_others_can_make_room_for_takes_no_turn_from_them() -> None:
+    small = [model("a", min=1), *map(model, "bcdef")]
+    busy = Busy(ClusterModel(nodes(1, devices=4), [*small, model("x", devices=2), model("y", devices=4)]))
+    for number in range(1, 5):
+        busy.run(TURN_S / 4, "abcd"[:number])
+    busy.run(600)
+    assert not busy.served.pop("y")
+    assert min(busy.served.values()) > 60, busy.served
+
+
 @pytest.mark.parametrize(("idle", "asked"), ["ab", "ba"])
 def test_a_model_without_requests_gives_its_place_soon(idle: str, asked: str) -> None:
     cluster = ClusterModel(nodes(1), [model(idle), model(asked)])
