@@ -37,7 +37,7 @@ from .state import (
     StartInstance,
     StopInstance,
 )
-from .turns import turn
+from .turns import TURN_S, turn
 from .waiting import Wait, waits
 
 _NONE_MISSING = RequestNodes(0)
@@ -62,6 +62,7 @@ class Options:
     drain_s: float = 30.0
     resume: bool = True  # let instances that finish their requests go on, before others start
     ends_starts: bool = True  # end instances that still start, where the load needs fewer; else those that are ready
+    turn_s: float | None = TURN_S  # how long a busy model keeps its place; None: names decide who has one
     least_nodes: int | None = None  # that are never given back to an autoscaler; None: there is none, nodes stay
     spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
@@ -371,7 +372,8 @@ class _Tick:
         return waits({name: count.deployment for name, count in asked.items() if name not in got}, self._placement)
 
     def _turn_of(self, count: RoleCount) -> Turn:
-        return turn(count, self._state.loads.get(count.deployment.name, NO_LOAD), self._now_s)
+        load = self._state.loads.get(count.deployment.name, NO_LOAD)
+        return turn(count, load, self._now_s, self._options.turn_s)
 
     def _may_start(self, deployment: Deployment) -> bool:
         if not self._placement.may_start(deployment):

@@ -79,7 +79,7 @@ class Strategy:
         )
 
 
-_ALONE = Options(pool=False, from_peers=False, forwarding=False)
+_ALONE = Options(pool=False, from_peers=False, forwarding=False, turn_s=None)  # no paper's models take turns
 _FIRST_FIT = replace(_ALONE, contention_aware=False)
 
 # ParaServe's systems, BlitzScale's, and ours, which is both. The parts in between are the steps of the papers' figures.
@@ -117,8 +117,8 @@ STRATEGIES: dict[str, Strategy] = {
             direct=True,
             policy=replace(_ALONE, pool=True, from_peers=True, from_devices=True),
         ),
-        Strategy("s-llm+multicast", warm=True, direct=True, policy=Options(from_devices=True)),
-        Strategy("blitzscale", warm=True, direct=True, policy=Options(live=True, from_devices=True)),
+        Strategy("s-llm+multicast", warm=True, direct=True, policy=Options(from_devices=True, turn_s=None)),
+        Strategy("blitzscale", warm=True, direct=True, policy=Options(live=True, from_devices=True, turn_s=None)),
         Strategy("full", warm=True, cache="all", provisioned=1.0, policy=_ALONE),
         Strategy("half", warm=True, cache="all", provisioned=0.5, policy=_ALONE),
     )
