@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -109,3 +111,12 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
     with open(f"/proc/{pid}/stat", "rb", buffering=0) as stat:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
     return state.decode(), int(parent)
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """The names in /dev/shm that these processes have opened and mapped, removed ones too."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found

@@ -1,4 +1,4 @@
-"""Limits on what the connections of a gateway or node server send beside the bodies of requests.
+"""Limits on what the connections of a gateway or node server send beside the bodies of requests, and on answers.
 
 A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. A head may
 have 32 KiB. An instance has the same limits. aiohttp alone limits only how long a connection may send nothing, and
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import cast
 
-from aiohttp import StreamReader, web
+from aiohttp import ClientResponse, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
@@ -209,3 +209,13 @@ def http_logger() -> logging.Logger:
         malformed = (HttpProcessingError, web.RequestPayloadError)
         logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], malformed)))
     return logger
+
+
+async def read_body(answer: ClientResponse, most_bytes: int) -> bytearray:
+    """Read the body of another process's answer. Raises ValueError if it is longer than ``most_bytes``."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise ValueError(f"{answer.url.path}: expected at most {most_bytes} bytes, found more")
+    return body

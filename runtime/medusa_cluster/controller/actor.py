@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout
 from medusa_runtime.errors import ClusterError, json_excerpt
 from medusa_runtime.logs import configure_logging, log_to_file
 from medusa_runtime.storage.peer_access import PeerAccess, call_failure
 from yarl import URL
 
+from ..connections import read_body
 from ..json_lines import LONGEST_LINE_BYTES, JsonLinesServer, result_of
 from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
 from ..node.ray.processes import (
@@ -98,7 +99,7 @@ class RayNodes:
         try:
             timeout = ClientTimeout(total=timeout_s)
             async with self._session.get(URL(url, encoded=True), ssl=self._ssl, timeout=timeout) as answer:
-                return json.loads(await _body(answer))
+                return json.loads(await read_body(answer, LONGEST_LINE_BYTES))
         except (ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise ClusterError(f"{url} did not answer: {call_failure(error, tls=self._access.tls)}") from None
 
@@ -159,16 +160,6 @@ class RayNodes:
             await asyncio.get_running_loop().run_in_executor(None, request)
         except Exception as error:
             raise ClusterError(f"Ray's autoscaler could not be asked for nodes: {error}") from error
-
-
-async def _body(answer: ClientResponse) -> bytearray:
-    """Read an answer. Raises ValueError if it is too long."""
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > LONGEST_LINE_BYTES:
-            raise ValueError(f"expected at most {LONGEST_LINE_BYTES} bytes, found more")
-    return body
 
 
 def _are_sizes(found: Any) -> bool:

@@ -125,7 +125,7 @@ class Relay:
             try:
                 where = {"medusa.instance": lease.instance.id, "medusa.node": lease.instance.node}
                 with progress.trace.stage("run", **where) as headers:
-                    traced = replace(call, headers={**call.headers, **headers})
+                    traced = replace(call, headers={**call.headers, **headers}) if headers else call
                     answer = await self._run_on(lease, traced, client, progress, transcript, share)
             except BusyError:
                 self._dispatch.pause(lease.instance.id)

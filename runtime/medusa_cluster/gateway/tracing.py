@@ -59,7 +59,7 @@ class RequestTrace:
 
     @property
     def is_new(self) -> bool:
-        """Whether the trace begins here, so that the headers of another one must not be passed on."""
+        """True if the trace begins here. Then a ``tracestate`` that came with the request belongs to no trace."""
         return self._sender is not None and not self._context.parent
 
 

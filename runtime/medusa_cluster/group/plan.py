@@ -120,7 +120,7 @@ class GroupPlan:
 
     @property
     def is_through_store(self) -> bool:
-        """Whether workers reach each other through objects in a store."""
+        """True if workers reach each other through objects in a store, and not over the network."""
         return is_store_place(self.leader)
 
     @property

@@ -17,7 +17,7 @@ from .state import Deployment, Instance, Node
 
 
 class Shared(NamedTuple):
-    """What follows from the shares of a full cluster."""
+    """The consequences of sharing a full cluster."""
 
     shortages: list[Shortage]  # what there is too little of, on nodes of all kinds
     given_up: frozenset[str] = frozenset()  # instances whose places others need: of a model that loses some, the first

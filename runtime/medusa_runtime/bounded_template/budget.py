@@ -1,4 +1,4 @@
-"""What one rendering of a template may use up, and what it has used up."""
+"""The limits of one rendering of a template, and the account of what it has used up."""
 
 from __future__ import annotations
 

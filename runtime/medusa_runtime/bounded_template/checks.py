@@ -1,4 +1,4 @@
-"""What operations, methods and filters are checked for before they run."""
+"""The checks before operations, methods and filters of a template run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _SLOW_METHODS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "
 _LAZY_FILTERS = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
 _ATTRIBUTE_AT = {"groupby": 0, "join": 1, "max": 1, "min": 1, "rejectattr": 0, "selectattr": 0, "sort": 2, "sum": 0,
                  "unique": 1}  # fmt: skip
-_MOST_KEYS = (
-    10_000  # where a template can choose keys that have the same hash, each of which is compared with all others
-)
+# Where a template can choose keys that have the same hash, each of which is compared with all others.
+_MOST_KEYS = 10_000
 
 
 def check_operation(context: LimitedContext, symbol: str, left: Any, right: Any) -> None:

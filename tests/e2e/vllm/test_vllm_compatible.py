@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import openai
 import openai_examples
 import pytest
+from process_tree import shared_memory_of
 from waiting import until
 
 PATIENCE_S = 300.0
@@ -54,20 +53,16 @@ def test_nothing_is_left_of_a_killed_instance_whose_vllm_does_not_end(
     )
     environ = {"PYTHONPATH": str(tmp_path)}
     serving = start("--model", example, "--engine", "vllm", "--vllm-mode", "compatible", env=environ)
-    until(lambda: names_of(serving))
-    names, descendants = names_of(serving), serving.children()
+    until(lambda: queues_of(serving))
+    names, descendants = queues_of(serving), serving.children()
     serving.process.kill()
     assert serving.wait_gone(descendants) == -signal.SIGKILL
-    until(lambda: not any(Path(name).exists() for name in names))
+    until(lambda: not any(Path("/dev/shm", name).exists() for name in names))
 
 
-def names_of(serving: Any) -> set[str]:
+def queues_of(serving: Any) -> set[str]:
     """The queues in shared memory that the instance's processes have opened."""
-    found: set[str] = set()
-    for pid in serving.children():
-        with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/psm_\S+", Path(f"/proc/{pid}/maps").read_text()))
-    return found
+    return {name for name in shared_memory_of(serving.children()) if name.startswith("psm_")}
 
 
 def leave_early(serving: Any) -> None:

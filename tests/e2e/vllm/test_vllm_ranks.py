@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_tree import alive
+from process_tree import alive, shared_memory_of
 from waiting import until
 
 from ..slow_origin import serving_origin
@@ -165,11 +165,7 @@ def test_nothing_is_left_in_shared_memory_of_an_instance_that_is_killed_while_it
 
 def mapped_names(serving: Any) -> set[str]:
     """The names of shared memory that the instance's processes have opened, removed ones too."""
-    found: set[str] = set()
-    for pid in serving.children():
-        with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/((?:psm_|vllm_dist_)\S+)", Path(f"/proc/{pid}/maps").read_text()))
-    return found
+    return {name for name in shared_memory_of(serving.children()) if name.startswith(("psm_", "vllm_dist_"))}
 
 
 def test_ranks_end_with_an_engine_that_is_killed(start: Start, example: Path) -> None:

@@ -144,9 +144,8 @@ def as_text(found: dict[str, Any]) -> list[str]:
     shape = ", ".join(f"{short_repr(value)} {text}" for text, value in sizes.items())
     dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
     names = config.get("architectures")
-    names = (
-        [str(name)[:_MOST_SHOWN] for name in names[:_MOST_NAMES]] if isinstance(names, list) else []
-    )  # "runs" says what is wrong with others
+    # "runs" says what is wrong with others.
+    names = [str(name)[:_MOST_SHOWN] for name in names[:_MOST_NAMES]] if isinstance(names, list) else []
     unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
     rows = {
         "model": found["adapter"] or ", ".join(names or [unnamed]),

@@ -1,4 +1,4 @@
-"""What a tokenizer.json may ask for: a few characters must not become gigabytes, and no word may take minutes."""
+"""Limits for a tokenizer.json: it must not turn a few characters into gigabytes, nor take minutes for a word."""
 
 from __future__ import annotations
 
