@@ -89,7 +89,7 @@ class RayNodes:
         if log is None and not _are_sizes(found):
             raise ClusterError(f"expected the names of logs and their bytes from {node}, found {json_excerpt(found)}")
         if log is not None and not _is_text(found):
-            raise ClusterError(f"expected text and end of the log {log} from {node}, found {json_excerpt(found)}")
+            raise ClusterError(f"expected text, start and end of {log} from {node}, found {json_excerpt(found)}")
         return found
 
     async def _get(self, url: str, timeout_s: float) -> Any:
@@ -167,7 +167,8 @@ def _are_sizes(found: Any) -> bool:
 
 
 def _is_text(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("text"), str) and type(found.get("end")) is int
+    places = isinstance(found, dict) and all(type(found.get(place)) is int for place in ("start", "end"))
+    return places and isinstance(found.get("text"), str)
 
 
 def _access(environ: Mapping[str, str]) -> PeerAccess:

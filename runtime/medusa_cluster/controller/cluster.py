@@ -318,6 +318,8 @@ class Cluster:
     async def _logs(self, arguments: Mapping[str, Any]) -> Any:
         """Return the logs of a node, or the text of one of them."""
         node, log, after = self._known_node(arguments), arguments.get("log"), arguments.get("after")
+        if node.lost_at is not None:
+            raise ClusterError(f"the node {node.name} has not answered for {time.monotonic() - node.seen_at:.0f} s")
         return await self._nodes.logs(
             node.name, node.url, None if log is None else str(log), None if after is None else int(after), _LOG_S
         )

@@ -44,30 +44,31 @@ class Logs:
     async def _read(self, request: web.Request) -> web.Response:
         """Answer with the last 256 KiB of a log at most, or with what has come ``?after=`` an earlier answer.
 
-        The answer is ``{"text", "end"}``. ``end`` is where in the file the text ends, in bytes.
+        The answer is ``{"text", "start", "end"}``: also where in the file the text starts and ends, in bytes. A
+        ``start`` after ``?after=`` shows what was left out.
         """
         name, after = request.match_info["name"], request.query.get("after", "")
         if not _NAME.fullmatch(name) or not re.fullmatch("[0-9]{0,18}", after):
             error = ConfigError("expected the name of a log, and a number of bytes as ?after=")
             return web.json_response(error_answer(error), status=400)
         try:
-            text, end = await asyncio.to_thread(self._read_file, name, int(after) if after else None)
+            text, start, end = await asyncio.to_thread(self._read_file, name, int(after) if after else None)
         except OSError:
             return web.json_response(error_answer(UnknownNameError(f"this node has no log {name}")), status=404)
-        return web.json_response({"ok": {"text": text, "end": end}})
+        return web.json_response({"ok": {"text": text, "start": start, "end": end}})
 
-    def _read_file(self, name: str, after: int | None) -> tuple[str, int]:
+    def _read_file(self, name: str, after: int | None) -> tuple[str, int, int]:
         with open(self._folder / (name + _ENDING), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            first = max(size_bytes - _MOST_BYTES, 0)
+            start = max(size_bytes - _MOST_BYTES, 0)
             if after is not None:
-                first = max(first, after if after <= size_bytes else 0)  # a shorter file was begun anew
-            file.seek(first)
-            data = file.read(size_bytes - first)
-        end = first + len(data)
-        if first not in (0, after):
+                start = max(start, after if after <= size_bytes else 0)  # a shorter file was begun anew
+            file.seek(start)
+            data = file.read(size_bytes - start)
+        end = start + len(data)
+        if start not in (0, after):
             data = data[data.find(b"\n") + 1 :]  # its first line is not whole
-        return data.decode(errors="replace"), end
+        return data.decode(errors="replace"), end - len(data), end
 
 
 __all__ = ["Logs"]

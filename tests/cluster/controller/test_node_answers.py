@@ -59,7 +59,7 @@ async def status(nodes: RayNodes, url: str) -> Any:
 
 def test_logs_of_the_right_form_are_passed_on(asked: Callable[[bytes, Ask], Any]) -> None:
     assert asked(b'{"ok": {"agent": 8}}', listed) == {"agent": 8}
-    assert asked(b'{"ok": {"text": "a", "end": 9}}', read) == {"text": "a", "end": 9}
+    assert asked(b'{"ok": {"text": "a", "start": 8, "end": 9}}', read) == {"text": "a", "start": 8, "end": 9}
 
 
 @pytest.mark.parametrize("found", [None, 1, [], {"agent": "8"}, {"agent": None}, {"agent": True}, {"agent": -1}])
@@ -68,9 +68,21 @@ def test_a_wrong_list_of_logs_is_an_error(asked: Callable[[bytes, Ask], Any], fo
         asked(json.dumps({"ok": found}).encode(), listed)
 
 
-@pytest.mark.parametrize("found", [None, 1, [], {}, {"text": "a"}, {"text": 1, "end": 1}, {"text": "a", "end": "9"}])
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        1,
+        [],
+        {},
+        {"text": "a"},
+        {"text": "a", "end": 1},
+        {"text": 1, "start": 0, "end": 1},
+        {"text": "a", "start": 0, "end": "9"},
+    ],
+)
 def test_a_wrong_text_of_a_log_is_an_error(asked: Callable[[bytes, Ask], Any], found: Any) -> None:
-    with pytest.raises(ClusterError, match=r"expected text and end of the log agent from a, found"):
+    with pytest.raises(ClusterError, match=r"expected text, start and end of agent from a, found"):
         asked(json.dumps({"ok": found}).encode(), read)
 
 

@@ -183,6 +183,27 @@ def test_logs_of_all_nodes_are_shown_by_model_by_node_and_by_name(
     assert [line["message"].partition(" http")[0] for line in lines][:2] == ["listening on", "ready on"]
 
 
+def test_logs_of_other_nodes_are_shown_while_one_is_stopped(nodes: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = nodes
+    stopped = [other.process.pid, *other.processes()]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(2):  # while the node is waited for, and when it is known to be lost
+            shown = head.medusa("logs", "head", "--lines", "1")
+            assert "head/controller: " in shown.stdout
+            assert shown.stderr.startswith("n1 is left out: ")
+            assert shown.stderr.count("\n") == 1
+            until(lambda: head.status_of("n1")["state"] == "lost", head.output)
+        assert "the node n1 has not answered for" in shown.stderr
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    until(lambda: head.status_of("n1")["state"] == "alive", head.output)
+    assert "n1/node: " in other.medusa("logs", "n1").stdout
+
+
 def test_a_node_is_drained_without_a_request_lost(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
     text = _serving(head)

@@ -47,13 +47,13 @@ def test_a_log_is_read_to_its_end_and_from_there_on(tmp_path: Path) -> None:
 
     async def asking(ask: Ask) -> None:
         assert await ask("/logs") == (200, {"ok": {"agent": 8}})
-        assert await ask("/logs/agent") == (200, {"ok": {"text": "one\ntwo\n", "end": 8}})
+        assert await ask("/logs/agent") == (200, {"ok": {"text": "one\ntwo\n", "start": 0, "end": 8}})
         with log.open("a") as file:
             file.write("thr")
-        assert await ask("/logs/agent?after=8") == (200, {"ok": {"text": "thr", "end": 11}})
-        assert await ask("/logs/agent?after=11") == (200, {"ok": {"text": "", "end": 11}})
+        assert await ask("/logs/agent?after=8") == (200, {"ok": {"text": "thr", "start": 8, "end": 11}})
+        assert await ask("/logs/agent?after=11") == (200, {"ok": {"text": "", "start": 11, "end": 11}})
         log.write_text("anew\n")  # as when it was too long
-        assert await ask("/logs/agent?after=11") == (200, {"ok": {"text": "anew\n", "end": 5}})
+        assert await ask("/logs/agent?after=11") == (200, {"ok": {"text": "anew\n", "start": 0, "end": 5}})
 
     ask_in(tmp_path, asking)
 
@@ -63,9 +63,9 @@ def test_of_a_long_log_there_are_whole_last_lines(tmp_path: Path, monkeypatch: p
     (tmp_path / "agent.log").write_text("one\ntwo\nthree\n")
 
     async def asking(ask: Ask) -> None:
-        assert await ask("/logs/agent") == (200, {"ok": {"text": "three\n", "end": 14}})
-        assert await ask("/logs/agent?after=1") == (200, {"ok": {"text": "three\n", "end": 14}})
-        assert await ask("/logs/agent?after=8") == (200, {"ok": {"text": "three\n", "end": 14}})
+        assert await ask("/logs/agent") == (200, {"ok": {"text": "three\n", "start": 8, "end": 14}})
+        assert await ask("/logs/agent?after=1") == (200, {"ok": {"text": "three\n", "start": 8, "end": 14}})
+        assert await ask("/logs/agent?after=8") == (200, {"ok": {"text": "three\n", "start": 8, "end": 14}})
 
     ask_in(tmp_path, asking)
 

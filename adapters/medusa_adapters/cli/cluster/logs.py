@@ -6,8 +6,10 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from medusa_runtime.errors import ClusterError, MedusaError, UnknownNameError
 from medusa_runtime.logs import for_terminal
@@ -19,6 +21,10 @@ _INSTANCE = "instance-"
 _LOOK_S = 1.0
 _LINES = 100
 _LONGEST_LINE = 1 << 20  # characters; a longer one is shown in parts
+_AT_ONCE = 16  # questions under way, because a node that hangs is waited for
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,22 +88,50 @@ class _Nodes:
 
     def logs(self) -> list[Log]:
         """Return the logs of all nodes that answer, and note once which do not."""
-        return sorted(self._logs(), key=lambda log: log.name)
-
-    def _logs(self) -> Iterator[Log]:
-        for name in sorted(str(node["name"]) for node in ask(self._arguments, "status", {})["nodes"]):
-            try:
-                sizes = ask(self._arguments, "logs", {"node": name})
-                yield from (Log(name, str(log), int(size_bytes)) for log, size_bytes in sizes.items())
-            except MedusaError as error:
-                if name not in self._silent:
-                    note(for_terminal(f"{name} is left out: {error}"))
+        names = sorted(str(node["name"]) for node in ask(self._arguments, "status", {})["nodes"])
+        found: list[Log] = []
+        for name, sizes in _ask_each(names, lambda name: ask(self._arguments, "logs", {"node": name})):
+            if not isinstance(sizes, MedusaError):
+                self._silent.discard(name)
+                found += [Log(name, str(log), int(size_bytes)) for log, size_bytes in sizes.items()]
+            elif name not in self._silent:
                 self._silent.add(name)
+                note(for_terminal(f"{name} is left out: {sizes}"))
+        return sorted(found, key=lambda log: log.name)
 
-    def read(self, log: Log, after: int | None) -> tuple[str, int]:
-        """Return the end of a log, or what has come since ``after``, and where that ends. Raises MedusaError."""
-        found = ask(self._arguments, "logs", {"node": log.node, "log": log.log, "after": after})
-        return str(found["text"]), int(found["end"])
+    def read(self, parts: Sequence[tuple[Log, int | None]]) -> Iterator[tuple[Log, Text | MedusaError]]:
+        """Yield the end of each log, or what has come since a position in it."""
+
+        def read_one(part: tuple[Log, int | None]) -> Text:
+            log, after = part
+            found = ask(self._arguments, "logs", {"node": log.node, "log": log.log, "after": after})
+            return Text(str(found["text"]), int(found["start"]), int(found["end"]))
+
+        for (log, _), text in _ask_each(parts, read_one):
+            yield log, text
+
+
+class Text(NamedTuple):
+    """A part of a log, and where it is in the log's file, in bytes."""
+
+    text: str
+    start: int
+    end: int
+
+
+def _ask_each(
+    items: Sequence[_Asked], ask_one: Callable[[_Asked], _Answer]
+) -> Iterator[tuple[_Asked, _Answer | MedusaError]]:
+    """Yield each item with its answer or error, in their order. Several are asked at the same time."""
+
+    def answer(item: _Asked) -> _Answer | MedusaError:
+        try:
+            return ask_one(item)
+        except MedusaError as error:
+            return error
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from zip(items, pool.map(answer, items), strict=True)
 
 
 def _chosen(logs: Sequence[Log], name: str) -> list[Log]:
@@ -127,18 +161,29 @@ class Followed:
 
     def show(self, logs: Sequence[Log]) -> None:
         """Print what is new in these logs. An instance's log goes with it, so one that is gone is no error."""
-        for log in logs:
-            after = self._positions.get(log.name)
-            if after == log.size_bytes:
-                continue
-            try:
-                text, self._positions[log.name] = self._nodes.read(log, after)
-            except MedusaError as error:
-                note(for_terminal(f"{log.name}: {error}"))
-                continue
-            *lines, unfinished = (self._unfinished.get(log.name, "") + text).split("\n")
-            if unfinished and (self._once or len(unfinished) > _LONGEST_LINE):
-                lines, unfinished = [*lines, unfinished], ""
-            self._unfinished[log.name] = unfinished
-            for line in lines[-self._lines or len(lines) :] if after is None else lines:
-                print(for_terminal(f"{log.name}: " * self._named + line.expandtabs()))
+        positions = [(log, self._positions.get(log.name)) for log in logs]
+        changed = [(log, after) for log, after in positions if after != log.size_bytes]
+        for log, text in self._nodes.read(changed):
+            if isinstance(text, MedusaError):
+                note(for_terminal(f"{log.name}: {text}"))
+            else:
+                self._show_text(log, text)
+
+    def _show_text(self, log: Log, text: Text) -> None:
+        after, unfinished = self._positions.get(log.name), self._unfinished.get(log.name, "")
+        self._positions[log.name] = text.end
+        if after is not None and text.start != after and unfinished:
+            self._print(log, unfinished)  # its end is not in this text
+            unfinished = ""
+        if after is not None and text.start > after:
+            sys.stdout.flush()
+            note(for_terminal(f"{log.name}: {size(text.start - after)} were left out; more came at once than is shown"))
+        *lines, unfinished = (unfinished + text.text).split("\n")
+        if unfinished and (self._once or len(unfinished) > _LONGEST_LINE):
+            lines, unfinished = [*lines, unfinished], ""
+        self._unfinished[log.name] = unfinished
+        for line in lines[-self._lines or len(lines) :] if after is None else lines:
+            self._print(log, line)
+
+    def _print(self, log: Log, line: str) -> None:
+        print(for_terminal(f"{log.name}: " * self._named + line.expandtabs()))
