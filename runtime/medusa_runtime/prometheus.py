@@ -54,9 +54,9 @@ class Histogram:
 
 
 def expiration(prefix: str, at_s: float | None) -> Iterable[str]:
-    """Yield the lines of the gauge that says when a certificate ends; none without one."""
+    """Yield the lines of the gauge that says when the first certificate ends; none without one."""
     if at_s is not None:
-        text = "When the certificate, or the CA that signed it, ends, in seconds since the epoch."
+        text = "When the first certificate that is shown or trusted ends, in seconds since the epoch."
         yield from gauge(f"{prefix}_certificate_expiration_timestamp_seconds", text, ((), at_s))
 
 

@@ -22,8 +22,8 @@ _OUT_OF_TIME = (9, 10)  # OpenSSL's codes: a certificate is not yet valid, or ha
 class PeerAccess:
     """The cluster's token, and the paths of the files for mutual TLS: all three, or none of them for plain HTTP.
 
-    ``expires_at_s``: when the certificate or the CA that signed it ends, whichever comes first, in seconds since the
-    epoch. Known if ``of`` has read them.
+    ``expires_at_s``: when the first of the certificates in these files ends, CAs and those between included, in seconds
+    since the epoch. Known if ``of`` has read them.
     """
 
     token: str = field(repr=False)
@@ -66,7 +66,7 @@ class PeerAccess:
         return self._context(server=True) if self.tls else None
 
     def try_certificate(self) -> float:
-        """Shake hands with ourselves, in memory, and return when the certificate, or its CA, ends.
+        """Shake hands with ourselves, in memory, and return when the first certificate in our files ends.
 
         Raises ConfigError if nodes would not accept our certificate.
         """
@@ -92,9 +92,9 @@ class PeerAccess:
                 ) from None
 
         shown = client.getpeercert() or {}
-        issuers = [one for one in context.get_ca_certs() if one["subject"] == shown["issuer"]]
-        own_s, *issuers_s = (ssl.cert_time_to_seconds(str(one["notAfter"])) for one in (shown, *issuers))
-        return min(own_s, max(issuers_s, default=own_s))
+        assert self.cert_file
+        context.load_verify_locations(self.cert_file)  # the CAs between ours and the trusted one are listed, too
+        return min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in (shown, *context.get_ca_certs()))
 
     def _context(self, *, server: bool) -> ssl.SSLContext:
         import ssl  # 10 ms, and only needed for certificates

@@ -274,22 +274,29 @@ def test_a_node_says_when_its_certificate_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
-@pytest.mark.parametrize(("authority_days", "node_days"), [(3, 9), (9, 3)])
-def test_a_certificate_ends_with_its_authority(tmp_path: Path, authority_days: int, node_days: int) -> None:
+@pytest.mark.parametrize("days", [(3, 9, 9, 9), (9, 3, 9, 9), (9, 9, 3, 9), (9, 9, 9, 3)])
+def test_the_first_end_of_all_certificates_counts(tmp_path: Path, days: tuple[int, int, int, int]) -> None:
+    """Those of the trusted CA, of one between it and the node's, of the node, and of another CA that is trusted."""
+    ca, between, node, another = map(str, days)
+
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=tmp_path)
 
     new = ("-newkey", "rsa:2048", "-nodes", "-subj")
-    openssl("req", "-x509", *new, "/CN=old", "-days", "1", "-keyout", "old.key", "-out", "old.pem")
-    openssl("req", "-x509", *new, "/CN=ca", "-days", str(authority_days), "-keyout", "ca.key", "-out", "ca.pem")
-    openssl("req", *new, "/CN=node", "-keyout", "node.key", "-out", "node.csr")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", str(node_days))
-    openssl("x509", "-req", "-in", "node.csr", *signed, "-out", "node.pem")
-    (tmp_path / "both.pem").write_text((tmp_path / "ca.pem").read_text() + (tmp_path / "old.pem").read_text())
+    (tmp_path / "authority").write_text("basicConstraints=critical,CA:true")
+    for name, lasts in (("ca", ca), ("another", another)):
+        openssl("req", "-x509", *new, f"/CN={name}", "-days", lasts, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    for name, lasts, by, kind in (("between", between, "ca", ("-extfile", "authority")), ("node", node, "between", ())):
+        openssl("req", *new, f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ("-CA", f"{by}.pem", "-CAkey", f"{by}.key", "-CAcreateserial", "-days", lasts, *kind)
+        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
+    for first, second in (("ca", "another"), ("node", "between")):
+        with open(tmp_path / f"{first}.pem", "a") as file:
+            file.write((tmp_path / f"{second}.pem").read_text())
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN)
-    found = PeerAccess.of(str(token), *(str(tmp_path / name) for name in ("both.pem", "node.pem", "node.key")))
+    found = PeerAccess.of(str(token), *(str(tmp_path / name) for name in ("ca.pem", "node.pem", "node.key")))
     assert found.expires_at_s == pytest.approx(time.time() + 3 * 86400, abs=600)
 
 
