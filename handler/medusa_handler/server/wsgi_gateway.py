@@ -26,9 +26,9 @@ _REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not wo
 _TOKEN_REQUIRED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
-        "type": "authentication_error",
+        "type": "invalid_request_error",
         "param": None,
-        "code": "invalid_token",
+        "code": "invalid_api_key",
     }
 }
 _PROBE_IS_READ_ONLY = ApiError(405, "a probe takes GET and HEAD alone", code="bad_method").body()

@@ -30,6 +30,8 @@ class Fault(Exception):
         return compact({"error": error})
 
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, min(3600, math.ceil(self.retry_after_s))))}

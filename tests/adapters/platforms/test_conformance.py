@@ -254,7 +254,7 @@ def test_the_token_is_asked_for_everywhere_but_at_health(launch: Launch, place: 
             answer = guarded.request(method, path, b'{"name": "a"}', **headers)
             assert answer.status == 401
             assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json["error"]["code"] == "invalid_token"
+            assert answer.json["error"]["code"] == "invalid_api_key"
     allowed = {"Authorization": f"bearer {SECRET}"}
     assert guarded.request("POST", place.path, {"name": "a"}, **allowed).json["hello"] == "a"
     for path in ("/timeline", "/metrics", "/openapi.json"):
