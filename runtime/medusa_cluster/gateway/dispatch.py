@@ -113,14 +113,14 @@ class Dispatch:
         if self._early is None:
             return
         if len(self._early) >= self._max_waiting:
-            raise unreached(f"yet, and {len(self._early)} requests wait for that, as many as may")
+            raise _unreached(f"yet, and {len(self._early)} requests wait for that, as many as may")
         waiting = asyncio.get_running_loop().create_future()
         self._early[waiting] = None
         try:
             async with asyncio.timeout_at(deadline):
                 await waiting
         except TimeoutError:
-            raise unreached("in time") from None
+            raise _unreached("in time") from None
         finally:
             if self._early is not None:
                 del self._early[waiting]
@@ -313,7 +313,7 @@ def unknown_model(name: str) -> Fault:
     return Fault(404, f"the model {shown!r} does not exist", code="model_not_found", param="model")
 
 
-def unreached(when: str) -> Fault:
+def _unreached(when: str) -> Fault:
     """Return what a request gets for which the controller has sent no routes, ``when`` it was to."""
     text = f"this gateway has not reached the cluster's controller {when}; try again"
     return Fault(503, text, code="not_ready", retry_after_s=_LEAST_RETRY_S)

@@ -20,7 +20,6 @@ from medusa_runtime.storage.base import redacted
 from ..connections import Handler, track_request
 from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
-from .dispatch import unreached
 from .faults import BrokenOffError, Fault, compact
 from .gateway import Gateway
 from .instance_response import SMALL_BYTES, Answer
@@ -123,8 +122,6 @@ class GatewayServer:
         Raises Fault 404 if the controller says that it is not deployed, and 503 if the controller cannot be asked.
         """
         table, dispatch = self._gateway.table, self._gateway.dispatch
-        if not table.known:
-            raise unreached("yet")
         with suppress(Fault):
             return dispatch.deployed(model)
         if not table.away_s:
@@ -217,12 +214,19 @@ class GatewayServer:
 
     # Requests for the gateway itself
 
+    async def _wait_for_routes(self) -> None:
+        """Wait for the first routes, as a request for a model does. Raises Fault 503."""
+        with self._counted():
+            await self._gateway.dispatch.wait_for_routes(time.monotonic() + self._options.hold_s)
+
     async def _models(self, _: web.Request) -> web.StreamResponse:
+        await self._wait_for_routes()
         models = self._gateway.table.current.models
         data = [entry for name in sorted(models) for entry in _entries(models[name])]
         return _json({"object": "list", "data": data})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
+        await self._wait_for_routes()
         name = request.match_info["name"]
         entries = _entries(await self._deployed(name))
         return _json(next(entry for entry in entries if entry["id"] == name))

@@ -32,6 +32,22 @@ def test_a_request_waits_for_the_first_routes(
         assert [one.result(60)[0] for one in asked if one is not refused] == [200, 200]
 
 
+def test_the_list_of_models_waits_for_the_first_routes(cluster: StandIn, start_gateway: Start) -> None:
+    cluster.away = True
+    cluster.deploy(NAME)
+    gateway = start_gateway("--max-waiting", "2", ready=False)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(gateway.get, f"/v1/models{name}") for name in ("", f"/{NAME}", "/other")]
+        until(lambda: any(one.done() for one in asked))  # beyond the two that may wait
+        cluster.away = False
+        found = [one.result(60) for one in asked]
+    assert sorted(status for status, _ in found) in ([200, 200, 503], [200, 404, 503])
+    assert gateway.get("/v1/models")[1]["data"][0]["id"] == NAME
+    for (status, answer), path in zip(found, ("list", "one", "other"), strict=True):
+        if status == 200:
+            assert (answer["data"][0] if path == "list" else answer)["id"] == NAME
+
+
 def test_a_request_does_not_wait_for_ever_for_the_first_routes(cluster: StandIn, start_gateway: Start) -> None:
     cluster.away = True
     gateway = start_gateway("--hold-s", "0.5", ready=False)
