@@ -91,7 +91,7 @@ def start(folder: Path, *arguments: str, **tests: str) -> subprocess.Popen[str]:
         (folder / "tests" / f"{name}.py").write_text(code)
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "-rs", "--import-mode=importlib", *arguments]
     command += ["--basetemp", str(folder / "temp")]  # or it would close the parent of ours to other users
-    environ = {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.Popen(
         [*command, "tests"],
         cwd=folder,

@@ -77,7 +77,7 @@ def test_it(child):
 def test_tests_that_are_stopped_end_what_they_started(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(STARTS)
     command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "--rootdir", tmp_path, tmp_path / "test_it.py"]
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as run:
         assert run.stdout
         child = next(int(line.split()[-1]) for line in run.stdout if "started" in line)

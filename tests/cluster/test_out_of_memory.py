@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from cluster_nodes import MODEL, PATIENCE_S, ClusterNode
-from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from gateway_fixtures import NAME, GatewayProcess
 from medusa_cluster.json_lines import call
 from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.storage.sources import ORIGIN
 from memory_group import MemoryGroup
 from process_tree import alive, children
+from slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from waiting import until
 
 pytestmark = [

@@ -17,8 +17,7 @@ from medusa_runtime.node.attachment import Attachment
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, stopped
-
-from .slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
+from slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.forked]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.command import MEDUSA, medusa
 from medusa_adapters.bench.coldstart.resumed import continues
+from medusa_process import MEDUSA, medusa
 from medusa_runtime.device.choice import installed_cuda
 from medusa_snapshot.resuming import MEMORY, place
 from plain_environ import plain_environ

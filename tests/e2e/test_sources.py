@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-
-from .slow_origin import SlowOrigin, serving_origin
+from slow_origin import SlowOrigin, serving_origin
 
 pytestmark = pytest.mark.forked
 

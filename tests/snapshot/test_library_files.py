@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 
 import pytest
-from snapshot.saved import Saved
+
+from .saved import Saved
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no snapshots here")
 

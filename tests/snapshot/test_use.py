@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from medusa_snapshot.resuming import CONDITIONS, MEMORY
-from snapshot.saved import Saved
+
+from .saved import Saved
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no snapshots here")
 

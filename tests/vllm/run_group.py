@@ -29,7 +29,7 @@ from medusa_runtime.process import die_with_parent
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "e2e")]
+sys.path.append(str(Path(__file__).parents[1] / "support/servers"))
 from certificates import make_certificates
 from slow_origin import SlowOrigin
 

@@ -88,7 +88,7 @@ def shared_bytes(engine: Any, region: Region) -> int:
 @contextmanager
 def linked(library: Path) -> Iterator[list[Any]]:
     """Yield the tensors that a link to the fake device hands over."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1] / "support" / folder) for folder in ("gpus", "processes")]
     from fake_copies import Fake
     from medusa_runtime.load.upload.cuda_link import CudaLink
     from medusa_vllm.weights import uploading

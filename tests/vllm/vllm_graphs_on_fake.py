@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support/models"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
 from answering_engine import AnsweringEngine
 from fake_torch_cuda import HOST, FakeCuda, FakeMemPool

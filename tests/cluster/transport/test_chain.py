@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from medusa_runtime.errors import MedusaError
 from peer_nodes import Model, Node, percent
+from slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from waiting import until
 
 PACE = 6_000_000  # bytes a second: two seconds for the model

@@ -15,9 +15,9 @@ import pytest
 from medusa_runtime.errors import MedusaError
 from memory_group import MemoryGroup, group
 from process_tree import alive, open_files
+from slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from waiting import until
 
-from ..slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from .asking import LONG, SHORT, Requests, shared_files
 
 __all__ = ["group"]

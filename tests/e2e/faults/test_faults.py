@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ..slow_origin import SlowOrigin, serving_origin
+from slow_origin import SlowOrigin, serving_origin
 
 Start = Callable[..., Any]
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from process_tree import Unloaded, alive, stopped
+from slow_origin import SlowOrigin, serving_origin
 from waiting import until
-
-from ..slow_origin import SlowOrigin, serving_origin
 
 Start = Callable[..., Any]
 _NOTICED_S = 3.0

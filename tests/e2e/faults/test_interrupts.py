@@ -20,11 +20,10 @@ from pathlib import Path
 
 import pytest
 from hanging_files import LOOKUP, HangingFiles
+from medusa_process import MEDUSA
 from plain_environ import plain_environ
 
-from ..command import MEDUSA
-
-CURL = str(Path(__file__).parents[2] / "curl.py")  # a bare machine has no other
+CURL = str(Path(__file__).parents[2] / "support/processes/curl.py")  # a bare machine has no other
 WITHIN_S = 1.0
 # From the first lines of ours to the end of the longest command; before that the interpreter itself is starting.
 DELAYS = (0.06, 0.08, 0.1, 0.12, 0.18, 0.25, 0.4, 0.6, 0.9, 1.3, 1.9, 2.6)

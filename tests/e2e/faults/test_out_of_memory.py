@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from memory_group import MemoryGroup, group
 from process_tree import alive
+from slow_origin import SlowOrigin, serving_origin
 from waiting import until
 
-from ..slow_origin import SlowOrigin, serving_origin
 from .asking import LONG, SHORT, Requests, shared_files
 
 __all__ = ["group"]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from adapter_fixtures import merge, write_adapter
 from engine_fixtures import fill_region, serve_region
+from slow_origin import SlowOrigin, serving_origin
 from waiting import until
 
 from ..conftest import Serving
-from ..slow_origin import SlowOrigin, serving_origin
 
 pytestmark = pytest.mark.forked
 

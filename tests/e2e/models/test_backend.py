@@ -13,9 +13,8 @@ import medusa_command
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.cli import doctor as doctor_command
+from medusa_process import medusa
 from plain_environ import plain_environ
-
-from ..command import medusa
 
 OURS = "def handle(request):\n    return 'ok'\n"
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from medusa_command import medusa
 from safetensors.torch import save_file
-
-from ..slow_origin import serving_origin
+from slow_origin import serving_origin
 
 Start = Callable[..., Any]
 HANDLER = Path(__file__).parents[2] / "functions" / "own_module" / "handler.py"

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 from process_tree import alive, shared_memory_of
+from slow_origin import serving_origin
 from waiting import until
-
-from ..slow_origin import serving_origin
 
 Start = Callable[..., Any]
 PATIENCE_S = 300.0

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.command import MEDUSA, medusa
 from medusa_adapters.bench.coldstart.resumed import continues
 from medusa_adapters.cli.serving_process import VARIABLES
+from medusa_process import MEDUSA, medusa
 from medusa_snapshot.conditions import variables
 from plain_environ import plain_environ
 

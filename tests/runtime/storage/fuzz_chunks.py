@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support/processes"))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks

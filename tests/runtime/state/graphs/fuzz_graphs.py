@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "support/processes"))
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing import fuzz
 from hypothesis import strategies as st

@@ -37,7 +37,7 @@ from medusa_runtime.state.graphs import (
 from medusa_runtime.state.graphs import driver as bindings
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "support/gpus"))
 
 from allocation_trace import AllocationTrace, by_allocation, replay
 from changed_bundles import CHANGES, with_damaged_image

@@ -22,10 +22,10 @@ from medusa_cluster.lab.laboratory import ORIGIN, SWITCH, Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
 from waiting import until
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 NODE = Path(__file__).with_name("node_without_ray.py")
-GPU_NODES = Path(__file__).with_name("gpu_nodes")
-HELD_ORIGIN = Path(__file__).with_name("held_origin.py")
+GPU_NODES = Path(__file__).parents[1] / "gpus/gpu_nodes"
+HELD_ORIGIN = Path(__file__).parents[1] / "servers/held_origin.py"
 PATIENCE_S = 240.0
 SETTINGS = {"threads": "1", "device": "cpu", "kv_cache_mb": "64"}
 GROUP_LINK = LinkSpeed(0.6e6)  # 10 s for the example

@@ -1,4 +1,4 @@
-"""The command ``medusa``, run to its end."""
+"""The command `medusa` as a process that runs to its end."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from waiting import until
 
 from benchmarks.origin import Origin
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MEDUSA = Path(sys.executable).with_name("medusa")
 
 

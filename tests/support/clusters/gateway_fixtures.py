@@ -23,7 +23,7 @@ from process_tree import descendants
 from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
-MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
+MODEL = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 PATIENCE_S = 60.0
 NAME = "tiny"
 

@@ -13,7 +13,7 @@ from medusa_command import medusa
 
 AWS_KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
 
-CRD = Path(__file__).parent / "adapters" / "deploy" / "schemas" / "knative_service_crd.yaml"
+CRD = Path(__file__).parents[2] / "adapters" / "deploy" / "schemas" / "knative_service_crd.yaml"
 
 
 def deploy(platform: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ from medusa_runtime.process import die_with_parent
 if TYPE_CHECKING:
     import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MESSAGE_BYTES = 1 << 20
 MEDUSA_MAIN = "medusa_adapters.cli.main:main"
 # What `medusa serve` and `medusa node` import until a request is answered, torch as well.

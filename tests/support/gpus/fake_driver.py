@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from built_once import built_once
 
-SOURCES = Path(__file__).parent / "runtime/state/graphs/fakecuda"
+SOURCES = Path(__file__).parents[2] / "runtime/state/graphs/fakecuda"
 
 
 @pytest.fixture(scope="session")

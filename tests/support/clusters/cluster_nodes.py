@@ -21,7 +21,7 @@ from process_tree import alive, descendants
 from waiting import until
 
 MEDUSA = Path(sys.executable).with_name("medusa")
-MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
+MODEL = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 PATIENCE_S = 240.0
 _PORTS = 50  # for each node: its own, and Ray's
 
