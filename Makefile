@@ -42,7 +42,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
 	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
 
-$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.[ch]) \
+$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard $(addprefix runtime/medusa_runtime/kernels/source/,*.c */*.[ch])) \
   runtime/medusa_runtime/kernels/build.py | $(BIN)/python
 	@echo "installing torch and medusa-runtime into $(VENV): one to two minutes the first time"
 	@$(INSTALL) "$(TORCH)"

@@ -38,7 +38,7 @@ def build_wheel(folder: Path, compiler: str, kernels: bool = True) -> tuple[Path
             )
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
-    for path in () if kernels else source.glob("runtime/medusa_runtime/kernels/*.c"):
+    for path in () if kernels else source.glob("runtime/medusa_runtime/kernels/source/**/*.c"):
         path.write_text("")
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
@@ -244,7 +244,8 @@ def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) 
     """pip takes the compiled one on x86-64, on aarch64 where that was cross-compiled, and else the pure one."""
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "hatch_build.py", "runtime/medusa_runtime/kernels/linear.c", "tests/test_packaging.py"} <= names
+    kernel = "runtime/medusa_runtime/kernels/source/compute/linear.c"
+    assert {"LICENSE", "hatch_build.py", kernel, "tests/test_packaging.py"} <= names
     assert {"CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml", ".dockerignore"} <= names  # README.md and make name them
     for system, tag in (
         ("manylinux_2_27_x86_64", "-py3-none-manylinux_2_27_x86_64."),

@@ -20,5 +20,5 @@ def build_kernels(build: Path = BUILD) -> None:
     try:
         found["build"]()
     except found["KernelBuildError"]:
-        if not (found["SOURCE_DIR"] / found["LIBRARY_NAME"]).exists():
+        if not (found["LIBRARY_DIR"] / found["LIBRARY_NAME"]).exists():
             raise

@@ -2,7 +2,7 @@
 
 A process that continues from a snapshot has its modules without having executed them. That takes some milliseconds in
 place of hundreds, and it shares the pages that it only reads with all others that continue from the same file. It needs
-no privileges: the process saves itself (``medusa_runtime/kernels/snapshot.c``), and the program medusa-resume
+no privileges: the process saves itself (``kernels/source/snapshot/snapshot.c``), and the program medusa-resume
 (``resume.c``) maps the file and the libraries to where they were. The idea is that of the start-up snapshots of Emacs
 and V8, for a whole process.
 

@@ -223,14 +223,14 @@ def _torch() -> Iterator[Finding]:
     yield from _built_for(torch.cuda)
     from medusa_runtime import kernels
     from medusa_runtime.imports.lazy_torch import why_not_lean
-    from medusa_runtime.kernels.build import LIBRARY_NAME, SOURCE_DIR
+    from medusa_runtime.kernels.build import LIBRARY_DIR, LIBRARY_NAME
 
     if reason := why_not_lean(Path(torch.__file__)):
         advice = "a start takes a second longer than with a tested version"
         yield Finding("warn", "torch", f"is imported plainly: {reason}", advice)
 
-    if not (SOURCE_DIR / LIBRARY_NAME).is_file():
-        advice = f"models compute slower without; with a C compiler: {sys.executable} {SOURCE_DIR / 'build.py'}"
+    if not (LIBRARY_DIR / LIBRARY_NAME).is_file():
+        advice = f"models compute slower without; with a C compiler: {sys.executable} {LIBRARY_DIR / 'build.py'}"
         yield Finding("warn", "kernels", "not compiled", advice)
     for dtype, way in kernels.describe().items():
         yield Finding("ok", "kernels", f"{dtype}: {way}")

@@ -6,7 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-SOURCE_DIR = Path(__file__).parent
+LIBRARY_DIR = Path(__file__).parent
+SOURCE_DIR = LIBRARY_DIR / "source"
 LIBRARY_NAME = "libmedusa_kernels.so"
 INTERFACE = 8  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
@@ -25,45 +26,38 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
 AVX512_BF16 = (*AVX512, "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi")
 NEON_BF16 = ("-march=armv8.2-a+bf16",)
+_ON_ALL = tuple(
+    (Path(source).stem, source, ())
+    for source in (
+        "compute/parallel.c", "compute/linear.c", "compute/attention.c", "compute/program.c", "chunks.c", "staging.c",
+        "graphs.c", "snapshot/snapshot.c",
+    )
+)  # fmt: skip
 OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (
-        ("parallel", "parallel.c", ()),
-        ("linear", "linear.c", ()),
-        ("linear_avx2", "linear_tile.c", AVX2),
-        ("linear_avx512", "linear_tile.c", AVX512),
-        ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
-        ("pointwise", "pointwise.c", AVX2),
-        ("program", "program.c", ()),
-        ("dequantize", "dequantize.c", AVX2),
-        ("attention", "attention.c", ()),
-        ("chunks", "chunks.c", ()),
-        ("staging", "staging.c", ()),
-        ("graphs", "graphs.c", ()),
-        ("snapshot", "snapshot.c", ()),
-        ("attention_avx2", "attention_tile.c", AVX2),
-        ("attention_avx512", "attention_tile.c", AVX512),
+        *_ON_ALL,
+        ("linear_avx2", "compute/linear_tile.c", AVX2),
+        ("linear_avx512", "compute/linear_tile.c", AVX512),
+        ("linear_avx512_bf16", "compute/linear_tile.c", AVX512_BF16),
+        ("attention_avx2", "compute/attention_tile.c", AVX2),
+        ("attention_avx512", "compute/attention_tile.c", AVX512),
+        ("pointwise", "compute/pointwise.c", AVX2),
+        ("dequantize", "compute/dequantize.c", AVX2),
     ),
     "aarch64": (
-        ("parallel", "parallel.c", ()),
-        ("linear", "linear.c", ()),
-        ("linear_neon", "linear_tile.c", ()),
-        ("linear_neon_bf16", "linear_tile.c", NEON_BF16),
-        ("pointwise", "pointwise.c", ()),
-        ("program", "program.c", ()),
-        ("dequantize", "dequantize.c", ()),
-        ("attention", "attention.c", ()),
-        ("chunks", "chunks.c", ()),
-        ("staging", "staging.c", ()),
-        ("graphs", "graphs.c", ()),
-        ("snapshot", "snapshot.c", ()),
-        ("attention_neon", "attention_tile.c", ()),
+        *_ON_ALL,
+        ("linear_neon", "compute/linear_tile.c", ()),
+        ("linear_neon_bf16", "compute/linear_tile.c", NEON_BF16),
+        ("attention_neon", "compute/attention_tile.c", ()),
+        ("pointwise", "compute/pointwise.c", ()),
+        ("dequantize", "compute/dequantize.c", ()),
     ),
 }
 
 
 # A program that continues a snapshot. It stands alone, at an address that resume.c explains.
 PROGRAM_NAME = "medusa-resume"
-PROGRAM_SOURCE = "resume.c"
+PROGRAM_SOURCE = "snapshot/resume.c"
 PROGRAM_FLAGS = (
     "-static", "-nostdlib", "-ffreestanding", "-fpie", "-no-pie", "-fno-stack-protector",
     "-fno-tree-loop-distribute-patterns", "-mgeneral-regs-only", "-Wl,--build-id=none",
@@ -78,7 +72,7 @@ class KernelBuildError(Exception):
     """The kernels could not be compiled; the message says why."""
 
 
-def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
+def build(target: Path = LIBRARY_DIR / LIBRARY_NAME) -> Path:
     """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
     The program that continues snapshots becomes a file beside it.
@@ -119,9 +113,9 @@ def machine() -> str:
     return name
 
 
-def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
+def is_fresh(library: Path = LIBRARY_DIR / LIBRARY_NAME) -> bool:
     """Return whether the library exists and is newer than all files that it is built from."""
-    sources = [Path(__file__), *SOURCE_DIR.glob("*.[ch]")]
+    sources = [Path(__file__), *SOURCE_DIR.rglob("*.[ch]")]
     return library.exists() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 

@@ -1,4 +1,4 @@
-"""Receive and send chunks, between a socket and a region, in compiled code (``kernels/chunks.c``).
+"""Receive and send chunks, between a socket and a region, in compiled code (``kernels/source/chunks.c``).
 
 Without the compiled library, or with TLS, Python does the same (``peer.py``, and the node server).
 """

@@ -17,7 +17,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     if build.is_fresh():
-        return build.SOURCE_DIR / build.LIBRARY_NAME
+        return build.LIBRARY_DIR / build.LIBRARY_NAME
     folder = built_once(tmp_path_factory, "kernels", lambda folder: build.build(folder / build.LIBRARY_NAME))
     return folder / build.LIBRARY_NAME
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from medusa_runtime import storage
 from sanitizers import run_watched
 
-SOURCE = Path(storage.__file__).parents[1] / "kernels" / "chunks.c"
+SOURCE = Path(storage.__file__).parents[1] / "kernels/source/chunks.c"
 
 
 def test_whatever_a_peer_sends_stays_within_its_chunks(tmp_path: Path) -> None:

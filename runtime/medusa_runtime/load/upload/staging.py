@@ -1,7 +1,7 @@
 """Threads that copy the host's memory to a device through pinned (page-locked) memory, urgent copies first.
 
 A copy engine reads only memory that cannot move, and one thread cannot fill such memory as fast as the engine reads it.
-The threads run in compiled code (``kernels/staging.c``), without the interpreter's lock.
+The threads run in compiled code (``kernels/source/staging.c``), without the interpreter's lock.
 """
 
 from __future__ import annotations

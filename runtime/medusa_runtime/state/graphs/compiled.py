@@ -1,4 +1,4 @@
-"""Check and build a bundle's graphs in compiled code (``kernels/graphs.c``), with one call for each graph."""
+"""Check and build a bundle's graphs in compiled code (``kernels/source/graphs.c``), with one call for each graph."""
 
 from __future__ import annotations
 

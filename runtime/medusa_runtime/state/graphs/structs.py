@@ -21,7 +21,7 @@ PROGRAMMATIC = 6  # the launch attribute PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class KernelNodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2. Nodes are added by kernels/graphs.c, which has the same structure."""
+    """CUDA_KERNEL_NODE_PARAMS_v2. Nodes are added by kernels/source/graphs.c, which has the same structure."""
 
     _fields_ = (
         ("func", c_void_p),

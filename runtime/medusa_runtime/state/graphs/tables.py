@@ -1,6 +1,7 @@
 """Tables of a graph: sequences of rows that stay packed, as they are in a file, until a row is read.
 
-Compiled code (kernels/graphs.c) takes them as they are. A restore reads no row in Python: there are tens of thousands.
+Compiled code (kernels/source/graphs.c) takes them as they are. A restore reads no row in Python, for there are tens of
+thousands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The driver's functions that ``kernels/graphs.c`` calls, in Python: they read what a driver would, and record it."""
+"""The driver's functions that ``kernels/source/graphs.c`` calls: they read what a driver would, and note it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/, kernels/staging.c and engine/gpu/graph_pool.c.
+# What is called without declared types, by device/, kernels/source/staging.c and engine/gpu/graph_pool.c.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",

@@ -88,5 +88,5 @@ def test_cubins(cubins: Path, name: str) -> None:
 
 
 def test_whatever_a_table_says_stays_within_its_graph(tmp_path: Path) -> None:
-    source = compiled_graphs.LIBRARY.with_name("graphs.c")
+    source = compiled_graphs.LIBRARY.with_name("source") / "graphs.c"
     run_watched(Path(__file__).with_name("fuzz_graphs.py"), source, tmp_path)
