@@ -18,6 +18,7 @@ registry.register(
         captures={"cuda-graphs": "medusa_runtime.engine.gpu.graph_capture:capture"},
         graph_capture="medusa_runtime.engine.gpu.graph_capture",
         owns_gpu_context=True,
+        check="medusa_runtime.engine.preflight:check",
         adapters="medusa_runtime.config:adapters",
     )
 )

@@ -38,6 +38,8 @@ class EngineKind(NamedTuple):
     http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
         that our routes do not cover. Returns whether our routes may answer those that they do. Raises ConfigError.
     in_groups: whether only a cluster starts it, as a worker of a group, so that users are not offered it.
+    check: ``(read, index, settings) -> None``. Raises what a start would raise for a checkpoint with this weight index
+        and the small files that ``read`` returns, as far as these show it.
     adapters: ``(settings) -> dict[str, str]``. Returns the URLs of the adapters in the settings, by the names that
         requests use for them. Raises ConfigError or ValueError.
     """
@@ -57,6 +59,7 @@ class EngineKind(NamedTuple):
     fetch: str = ""
     http: str = ""
     in_groups: bool = False
+    check: str = ""
     adapters: str = ""
 
 

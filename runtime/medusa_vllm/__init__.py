@@ -30,6 +30,7 @@ registry.register(
         graph_capture="medusa_vllm.gpu.graph_capture",
         compiles_on_cpu=True,
         http="medusa_vllm.flags:light_routes_suffice",
+        check="medusa_vllm.preflight:check",
         adapters="medusa_vllm.flags:adapters",
     )
 )

@@ -28,6 +28,7 @@ from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.errors import ConfigError, EngineError, MedusaError, ModelError, RequestError
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend
+from medusa_runtime.models.fields import read_object
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
@@ -76,7 +77,7 @@ class VllmEngine:
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
-        check_scales(region)
+        check_scales(read_object(region.file, "config.json") or {}, region.wait_index())
         self._settings, self._region, self._timeline = settings, region, timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture, code)

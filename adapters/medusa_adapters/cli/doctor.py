@@ -25,6 +25,7 @@ from medusa_runtime.resource_limits import LEAST_FILES
 from medusa_snapshot.resuming import default_folder, look
 
 from . import serving_process
+from .checkpoint.verdict import chose_engine, judge
 from .flags import add_model, model_argument
 from .progress import size
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_FILES = 1024
 _CPU_TORCH = f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
-_FLAGS = ("engine", "handler", "host", "port", "snapshots")  # of serve
+_FLAGS = ("engine", "device", "handler", "host", "port", "snapshots")  # of serve
 _EXTRAS = {
     "boto3": ("s3", "s3:// needs it"),
     "fsspec": ("fsspec", "gs://, az:// and other URLs need it"),
@@ -65,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in _FLAGS}
     settings = from_env(os.environ, model=model_argument(arguments), **flags)
     failed = False
-    for finding in examine(settings):
+    for finding in examine(settings, chosen=chose_engine(arguments)):
         failed |= finding.level == "fail"
         advice = f"\n{'':23}→ {for_terminal(finding.advice)}" if finding.advice else ""
         print(f"{finding.level:5} {finding.name:16} {for_terminal(finding.found)}{advice}", flush=True)
     return int(failed)
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
+def examine(settings: Settings, *, chosen: bool) -> Iterator[Finding]:
     """Run all checks, the quick ones first."""
     for check in _CHECKS:
         yield from check()
@@ -80,7 +81,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _port(settings)
     yield from _torch()
     if settings.model is not None:
-        yield from _storage(settings)
+        yield from _storage(settings, chosen=chosen)
 
 
 def _python() -> Iterator[Finding]:
@@ -252,7 +253,7 @@ def _built_for(cuda: Any) -> Iterator[Finding]:
         yield Finding("ok", "gpu code", f"only for compute capability {' or '.join(gpus)}")
 
 
-def _storage(settings: Settings) -> Iterator[Finding]:
+def _storage(settings: Settings, *, chosen: bool) -> Iterator[Finding]:
     """Read everything that a start reads before the weights, with the prefetcher's own code."""
     assert settings.model is not None
     from medusa_runtime.checkpoint.reader import open_checkpoint
@@ -267,26 +268,25 @@ def _storage(settings: Settings) -> Iterator[Finding]:
     weights, region = checkpoint.index.total_bytes, checkpoint.index.region_bytes
     took_ms = (time.monotonic() - began) * 1000
     yield Finding("ok", "model", f"{size(weights)} of weights; index and small files read in {took_ms:.0f} ms")
-    yield from _backend(checkpoint, settings)
+    yield from _engine(checkpoint, settings, chosen=chosen)
     available = memory_available_bytes()
     if region > available:
         advice = "raise the container's memory limit, or serve a smaller model"
         yield Finding("fail", "fits", f"{size(region)} of weights, {size(available)} of memory", advice)
 
 
-def _backend(checkpoint: Checkpoint, settings: Settings) -> Iterator[Finding]:
-    """Report which engine and code `serve` would run the model with, as decided by the same code."""
-    from medusa_runtime.models.backend import verify
-
-    try:
-        found = verify(checkpoint.files.get, settings)
-    except MedusaError as error:
-        yield Finding("fail", "runs", f"{error} [{error.code}]")
+def _engine(checkpoint: Checkpoint, settings: Settings, *, chosen: bool) -> Iterator[Finding]:
+    """Report which engine and code would serve the model, as decided by the same code."""
+    verdict = judge(checkpoint, settings, chosen=chosen)
+    found = verdict.backend
+    if found is None:
+        yield Finding("fail", "runs", verdict.problem)
         return
-    if found.kind == "vllm" and not _vllm():
+    if found.kind == "vllm" and chosen and not _vllm():
         yield Finding("fail", "runs", f"{found}; it is not installed", "install vllm (above), or --engine torch")
         return
-    yield Finding("ok", "runs", f"with {found}")
+    advice = "serve it with --engine vllm" if verdict.problem else ""
+    yield Finding("warn" if verdict.problem or verdict.unchecked else "ok", "runs", f"with {verdict}", advice)
     if found.kind != "handler" and "tokenizer.json" not in checkpoint.files:
         advice = "prompts can only be token ids; for text save the model again, with its tokenizer"
         yield Finding("warn", "tokenizer", "the model has no tokenizer.json", advice)

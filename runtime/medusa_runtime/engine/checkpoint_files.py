@@ -6,29 +6,28 @@ from collections import Counter
 from typing import Any
 
 from ..checkpoint.index import WeightIndex
-from ..errors import CorruptError
+from ..errors import CorruptError, ModelError
 from ..models import ModelConfig, model_config
 from ..models.backend import no_config
-from ..models.fields import read_object, token_ids
-from ..region.reader import Region
+from ..models.fields import ReadFile, read_object, token_ids
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 
 
-def read_config(region: Region) -> ModelConfig:
+def read_config(read: ReadFile, index: WeightIndex) -> ModelConfig:
     """Read config.json. Raises MismatchError if there is none, CorruptError, and what ``model_config`` raises.
 
     A config without a dtype gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
     """
-    raw = read_config_json(region)
+    raw = read_config_json(read)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-        raw["dtype"] = weights_dtype(region.wait_index())
+        raw["dtype"] = weights_dtype(index)
     return model_config(raw)
 
 
-def read_config_json(region: Region) -> dict[str, Any]:
+def read_config_json(read: ReadFile) -> dict[str, Any]:
     """Read config.json, and return its fields unchanged. Raises MismatchError if there is none, and CorruptError."""
-    raw = read_object(region.file, "config.json")
+    raw = read_object(read, "config.json")
     if raw is None:
         raise no_config()
     return raw
@@ -46,14 +45,33 @@ def weights_dtype(index: WeightIndex) -> str:
     return _DTYPES[sizes.most_common(1)[0][0]] if sizes else "bfloat16"
 
 
-def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
+def read_eos_token_ids(read: ReadFile, config: ModelConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids of config.json and generation_config.json together, sorted.
 
     Often only one of the two files has the token that ends a turn of a chat. Ids outside the vocabulary are left out:
     some files have them. Raises CorruptError.
     """
-    raw = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
+    raw = (read_object(read, "generation_config.json") or {}).get("eos_token_id")
     found = token_ids(raw)
     if found is None:
         raise CorruptError(f"generation_config.json: expected eos_token_id to be a token id or a list, found {raw!r}")
     return tuple(sorted(token for token in {*config.eos_token_ids, *found} if token < config.vocab_size))
+
+
+def check_for_gpu(config: ModelConfig) -> None:
+    """Raise ModelError for a model that this engine runs on CPUs only."""
+    if config.is_foreign:
+        raise ModelError(
+            f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
+            "--device cpu, or --engine vllm"
+        )
+    if config.has_experts:
+        raise ModelError(
+            f"{config.architecture} has experts, which the torch engine runs on CPUs only; expected --device cpu, or "
+            "--engine vllm"
+        )
+    if config.quantization is not None:
+        raise ModelError(
+            f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "
+            "expected --device cpu, or --engine vllm"
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from medusa_runtime.checkpoint.divided import Divide
+from medusa_runtime.checkpoint.divided import Divide, DividedIndex
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.gate import Gate, unit_gates
@@ -53,6 +53,15 @@ class Applier:
         from medusa_runtime.load.quantized.tensors import DequantizedTensors  # most checkpoints do without it
 
         return DequantizedTensors(region, self.quantization, self.unquantized_dtype, self._divide)
+
+    def index(self, index: WeightIndex) -> WeightIndex:
+        """Return a checkpoint's index as ``tensors`` has it for a region. Raises MismatchError like these."""
+        whole = index if self._divide is None else DividedIndex(index, self._divide)
+        if self.quantization is None:
+            return whole
+        from medusa_runtime.load.quantized.tensors import DequantizedIndex
+
+        return DequantizedIndex(whole, self.quantization, self.unquantized_dtype)
 
     @property
     def unquantized_dtype(self) -> torch.dtype:

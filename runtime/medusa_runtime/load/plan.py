@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -65,20 +66,27 @@ class Plan(NamedTuple):
 
 
 def plan(
-    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
+    index: WeightIndex,
+    expected: dict[str, Place],
+    rename: Rename,
+    *,
+    strict: bool = True,
+    last_wins: bool = False,
+    authored: bool = False,
 ) -> Plan:
     """Return the place in a module for each tensor of the checkpoint that it needs. ``expected`` are its ``places``.
 
     ``rename`` maps a checkpoint's name to the module's, or to None for a tensor that is not needed. Raises
     MismatchError, which lists the tensors that are missing or not expected (both only if ``strict``), have another
-    shape, or hold integers where the parameter is floating point (quantized weights).
+    shape, or are quantized where the parameter is floating point: integers, or floats of 8 bits with scales. If the
+    module is ``authored``, a user's own, the error advises its author.
 
     Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
-    wins, as in transformers. In a module that a user's factory ``built``, the last one wins, as in ``load_state_dict``,
-    which copies one after the other. A lazy module's parameter takes the checkpoint's shape. The counters of batch
+    wins, as in transformers, or with ``last_wins`` the last one, as in ``load_state_dict``, which copies one after the
+    other. A lazy module's parameter takes the checkpoint's shape. The counters of batch
     norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
-    sources, unexpected = _choose(index, expected, rename, last_wins=built)
+    sources, unexpected = _choose(index, expected, rename, last_wins=last_wins)
     filled = {place.name for place in sources.values()}
     missing = [place for name, place in expected.items() if name == place.name and name not in filled]
     absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
@@ -90,7 +98,7 @@ def plan(
     }
     if any(problems.values()):
         listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
-        hint = _hint(absent, index) if built else "Does its config.json belong to it?"
+        hint = _hint(absent, index) if authored else "Does its config.json belong to it?"
         raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
     return Plan({name: sources[name] for name in index.order if name in sources}, missing)
 
@@ -127,12 +135,19 @@ def _misshaped(index: WeightIndex, sources: dict[str, Place]) -> list[str]:
 
 
 def _quantized(index: WeightIndex, sources: dict[str, Place]) -> list[str]:
-    """Return the tensors of integers whose place is a parameter of floats."""
+    """Return the quantized tensors whose place is a parameter of floats."""
     return [
         f"{source} ({index.tensors[source].dtype})"
         for source, place in sources.items()
-        if not place.is_buffer and place.tensor.is_floating_point() and index.tensors[source].dtype in _INTEGERS
+        if not place.is_buffer and place.tensor.is_floating_point() and _is_quantized(source, place.tensor.dtype, index)
     ]
+
+
+def _is_quantized(name: str, wanted: torch.dtype, index: WeightIndex) -> bool:
+    dtype = index.tensors[name].dtype
+    if not dtype.startswith("F8_") or wanted.itemsize == 1:
+        return dtype in _INTEGERS
+    return any(f"{name}_{suffix}" in index.tensors for suffix in ("scale", "scale_inv"))
 
 
 def _hint(absent: list[str], index: WeightIndex) -> str:

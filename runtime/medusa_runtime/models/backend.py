@@ -34,7 +34,7 @@ class Backend(NamedTuple):
         if self.kind == "handler":
             return "the handler's own module (--engine none)"
         if self.kind == "vllm":
-            return f"the vllm engine, if it knows {self.architecture}"
+            return f"the vllm engine, if it knows {self.architecture[:100]}"
         weights = f", from weights in {self.quantization}" if self.quantization else ""
         if self.foreign:
             what = "" if self.kind == "decoder" else f" as {'an' if self.kind == 'encoder' else 'a'} {self.kind}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.divided import Divide
+from medusa_runtime.errors import ConfigError
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
@@ -75,9 +76,16 @@ class ModelConfig:
         raise NotImplementedError
 
     def model(self) -> DecoderModel:
-        """Return the model as a skeleton in evaluation mode: its parameters have no memory yet (load/skeleton.py)."""
-        with skeleton():
-            return self.construct().eval()
+        """Return the model as a skeleton in evaluation mode: its parameters have no memory yet (load/skeleton.py).
+
+        Raises ConfigError for sizes with which torch cannot construct it.
+        """
+        try:
+            with skeleton():
+                return self.construct().eval()
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise ConfigError(f"config.json: expected sizes that a model can have, found: {text}") from error
 
     def construct(self) -> DecoderModel:
         """Construct this family's model."""

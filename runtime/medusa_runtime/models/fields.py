@@ -122,7 +122,7 @@ class Fields:
         return found
 
     def quantization(self) -> Quantization | None:
-        """Read how the weights are quantized, or None. Raises ConfigError for a format that is not supported."""
+        """Read how the weights are quantized, or None. Raises ModelError for a format that is not supported."""
         if self.get(*QUANTIZED) is None:
             return None
         from medusa_runtime.load.quantized.scheme import Quantization  # most checkpoints do not need it

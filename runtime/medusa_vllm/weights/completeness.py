@@ -5,13 +5,15 @@ vLLM leaves a parameter that no tensor came for as its memory was, and answers w
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MismatchError
-from medusa_runtime.region.reader import Region
-from torch import nn
+
+if TYPE_CHECKING:
+    from medusa_runtime.checkpoint.index import WeightIndex
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +22,22 @@ _CODES = frozenset(("I8", "F8_E4M3", "F8_E5M2"))
 _SHOWN = 3
 
 
-def check_scales(region: Region) -> None:
-    """Raise MismatchError if a quantized weight of 8 bits has no scale."""
-    config = json.loads(region.file("config.json") or b"{}")
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in _SCALED:
+def check_scales(config: Mapping[str, Any], index: WeightIndex) -> None:
+    """Raise MismatchError if a quantized weight of 8 bits has no scale. ``config`` is the parsed config.json."""
+    if method_of(config) not in _SCALED:
         return
-    tensors = region.wait_index().tensors
+    tensors = index.tensors
     scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
     for name, entry in tensors.items():
         module, _, part = name.rpartition(".")
         if part == "weight" and entry.dtype in _CODES and module not in scaled:
             raise MismatchError(f"{module}: expected the tensors weight, weight_scale, found no weight_scale")
+
+
+def method_of(config: Mapping[str, Any]) -> object:
+    """Return the ``quant_method`` of a config.json, or None."""
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, Mapping) else None
 
 
 def warn_of_missing(model: nn.Module, loaded: Collection[str]) -> None:
@@ -47,4 +53,4 @@ def warn_of_missing(model: nn.Module, loaded: Collection[str]) -> None:
         )
 
 
-__all__ = ["check_scales", "warn_of_missing"]
+__all__ = ["check_scales", "method_of", "warn_of_missing"]

@@ -31,7 +31,7 @@ def dtype_of(folder: Path, weights: list[torch.dtype], **config: Any) -> torch.d
     region = Region.create()
     try:
         fetch_into(region, str(folder))
-        return read_config(region).dtype
+        return read_config(region.file, region.wait_index()).dtype
     finally:
         region.close()
 

@@ -87,7 +87,7 @@ def changed(folder: Path, out: Path, tensors: dict[str, Any], config: dict[str, 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     region = fill_region(folder)
     try:
-        model = read_config(region).model()
+        model = read_config(region.file, region.wait_index()).model()
         with Loader(region, model.applier(dtype)) as loader:
             loader.wait()
         return {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -122,7 +122,7 @@ def test_experts_stay_where_they_lie_in_mxfp4(folders: dict[str, Path]) -> None:
     if isinstance(codes.native_kernels(), str):
         pytest.skip("no compiled kernels")
     region = fill_region(folders["stored"])
-    model = read_config(region).model()
+    model = read_config(region.file, region.wait_index()).model()
     with Loader(region, applier := model.applier(torch.float32)) as loader:
         loader.wait()
     entry = region.wait_index().tensors[f"{EXPERTS}.down_proj_blocks"]
@@ -209,7 +209,7 @@ def test_parts_that_are_copied_can_be_released(form: str, folders: dict[str, Pat
     arriving, expected = Arriving(folders[form]), loaded(folders[form], torch.float16)
     arriving.let_in(list(arriving.index.tensors.values()))
     region = arriving.region
-    model, full = read_config(region).model(), os.fstat(region.fd).st_blocks
+    model, full = read_config(region.file, region.wait_index()).model(), os.fstat(region.fd).st_blocks
     with Loader(region, model.applier(torch.float16), release=True) as loader:
         loader.wait()
     assert all(torch.equal(parameter + 0, expected[name] + 0) for name, parameter in model.named_parameters())
@@ -244,7 +244,7 @@ def test_too_many_parts_are_refused_before_all_are_made() -> None:
 
 def test_a_worker_takes_its_own_layers(folders: dict[str, Path]) -> None:
     region, expected = fill_region(folders["stored"]), loaded(folders["floats"])
-    config = read_config(region)
+    config = read_config(region.file, region.wait_index())
     model = config.model()
     applier = PartApplier(
         model, lambda name: ".1." in name, dtype=torch.float32, quantization=config.quantization, divide=model.divide

@@ -51,7 +51,7 @@ def write(case: str, folder: Path) -> Path:
 def load(folder: Path) -> None:
     region = fill_region(folder)
     try:
-        with Loader(region, read_config(region).model().applier(torch.bfloat16)) as loader:
+        with Loader(region, read_config(region.file, region.wait_index()).model().applier(torch.bfloat16)) as loader:
             loader.wait()
     finally:
         region.close()
@@ -60,7 +60,7 @@ def load(folder: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_experts_are_views_of_the_region(case: str, tmp_path: Path) -> None:
     region = fill_region(write(case, tmp_path))
-    model = read_config(region).model()
+    model = read_config(region.file, region.wait_index()).model()
     with Loader(region, model.applier(torch.bfloat16)) as loader:
         loader.wait()
     (shard,) = range(len(region.wait_index().shards))

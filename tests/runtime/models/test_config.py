@@ -168,7 +168,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
         ({"num_key_value_heads": 3}, ConfigError, "num_key_value_heads"),
         ({"hidden_act": "mish"}, ConfigError, "hidden_act to be one of silu"),
         ({"torch_dtype": "int8"}, ConfigError, "torch_dtype to be one of float32"),
-        ({"quantization_config": {"quant_method": "awq"}}, ConfigError, "--engine vllm"),
+        ({"quantization_config": {"quant_method": "awq"}}, ModelError, "--engine vllm"),
         ({"rope_scaling": {"rope_type": "longrope"}}, ModelError, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, ConfigError, "expected factor to be a number"),
         ({"rope_scaling": "yarn"}, ConfigError, "rope_scaling to be an object"),

@@ -14,13 +14,13 @@ from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError, StateError, short_repr
 from medusa_runtime.logs import for_terminal
-from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import read_object
 from medusa_runtime.storage.base import redacted
 
 from ..flags import add_model, model_argument
 from ..progress import size
 from . import bundle_summary
+from .verdict import chose_engine, judge
 
 _SHAPE_FIELDS = {
     "num_hidden_layers": "layers",
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(settings.model)
     try:
         found = {"url": redacted(settings.model), **summarize(checkpoint)}
-        found["backend"] = _backend(checkpoint, settings)
+        found["backend"] = _backend(checkpoint, settings, chosen=chose_engine(arguments))
         found["state"] = _state(checkpoint, settings, arguments.verify)
     finally:
         checkpoint.store.close()
@@ -97,19 +97,20 @@ def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str
         }
 
 
-def _backend(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
-    """Report what would run the checkpoint, or why nothing would."""
+def _backend(checkpoint: Checkpoint, settings: Settings, *, chosen: bool) -> dict[str, str]:
+    """Report what would serve the checkpoint, or why nothing would."""
     if ADAPTER_CONFIG in checkpoint.files:
         try:
             AdapterConfig.read(checkpoint.files[ADAPTER_CONFIG])
         except MedusaError as error:
             return {"problem": f"{error} [{error.code}]"}
         return {"kind": "adapter", "architecture": "", "text": "beside its base model: --lora-modules NAME=URL"}
-    try:
-        found = backend(checkpoint.files.get, settings)
-    except MedusaError as error:
-        return {"problem": f"{error} [{error.code}]"}
-    return {"kind": found.kind, "architecture": found.architecture, "text": str(found)}
+    verdict = judge(checkpoint, settings, chosen=chosen)
+    problem = {"problem": verdict.problem} if verdict.problem else {}
+    found = verdict.backend
+    if found is None:
+        return problem
+    return {"kind": found.kind, "architecture": found.architecture, "text": str(verdict), **problem}
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Tokens(list[int]):
         self.segments = list(segments)
 
 
-def _build(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | TransformersEncoder, Applier]:
+def build_encoder(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | TransformersEncoder, Applier]:
+    """Build the encoder that a config.json describes, as a skeleton, and the applier that fills it."""
     if is_encoder(raw):
         with skeleton():
             model = Bert(BertConfig.from_hf(raw, pooler=False)).eval()
@@ -65,11 +66,11 @@ class Encoder:
 
     def __init__(self, region: Region, timeline: Timeline, options: EncoderOptions | None = None) -> None:
         options = options or EncoderOptions()
-        raw = read_config_json(region)
+        raw = read_config_json(region.file)
         self.sentences = SentenceEncoderSettings.read(region.file)
         dtype = options.dtype or DTYPES[weights_dtype(region.wait_index())]
         with timeline.stage("skeleton"):
-            self._model, applier = _build(raw, dtype)
+            self._model, applier = build_encoder(raw, dtype)
         self.config = self._model.config
         self.is_classifier = isinstance(self._model, TransformersEncoder) and self._model.is_classifier
         self.max_tokens = self._resolve_max_tokens(options.max_tokens)

@@ -201,27 +201,35 @@ class Tokenizer:
     def _load(self) -> None:
         assert self._data is not None
         try:
-            from tokenizers import Tokenizer as Parsed
-
-            with self._timeline.stage("tokenizer", bytes=len(self._data)), _failures_as_errors(only_panics=True):
-                parsed = Parsed.from_buffer(self._data)
-                # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
-                parsed.no_padding()
-                parsed.no_truncation()
-                check_limits(parsed)
-        except CorruptError as error:
+            with self._timeline.stage("tokenizer", bytes=len(self._data)):
+                self._tokenizer = parse(self._data)
+        except MedusaError as error:
             self._error = error
-        except ImportError as error:
-            self._error = as_limit_error(error) or EngineError(f"the tokenizers package cannot be imported: {error}")
-        except Exception as error:  # noqa: BLE001 - the package raises bare Exception
-            pointer = self._data.startswith(b"version https://git-lfs")
-            wrong = "but found a Git LFS pointer to one; run git lfs pull" if pointer else f"which it is not: {error}"
-            self._error = CorruptError(
-                f"tokenizer.json: expected the JSON of a fast tokenizer, {wrong}{'' if pointer else '; fetch it again'}"
-            )
-        else:
-            self._tokenizer = parsed
         self._data = None
+
+
+def parse(data: bytes) -> Any:
+    """Return the tokenizer of a tokenizer.json. Raises CorruptError for an unusable one, EngineError and LimitError."""
+    try:
+        from tokenizers import Tokenizer as Parsed
+
+        with _failures_as_errors(only_panics=True):
+            parsed = Parsed.from_buffer(data)
+            # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
+            parsed.no_padding()
+            parsed.no_truncation()
+            check_limits(parsed)
+    except CorruptError:
+        raise
+    except ImportError as error:
+        raise as_limit_error(error) or EngineError(f"the tokenizers package cannot be imported: {error}") from error
+    except Exception as error:  # noqa: BLE001 - the package raises bare Exception
+        pointer = data.startswith(b"version https://git-lfs")
+        wrong = "but found a Git LFS pointer to one; run git lfs pull" if pointer else f"which it is not: {error}"
+        raise CorruptError(
+            f"tokenizer.json: expected the JSON of a fast tokenizer, {wrong}{'' if pointer else '; fetch it again'}"
+        ) from None
+    return parsed
 
 
 @contextmanager

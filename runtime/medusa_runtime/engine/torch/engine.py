@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import Settings
-from ...errors import EngineError, MedusaError, ModelError, RequestError
+from ...errors import EngineError, MedusaError, RequestError
 from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
@@ -27,7 +27,7 @@ from ...models.layer_range import LayerRange, require_ranges
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest, PromptLogprobs
-from ..checkpoint_files import read_config, read_eos_token_ids
+from ..checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
 from ..gpu.device import Gpu, bundled_graphs, full_gpu, is_full, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.prompt_scores import with_texts
@@ -77,9 +77,9 @@ class TorchEngine:
         gpu = self._gpu = gpu or open_gpu(settings, timeline)
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
-            config = read_config(region)
+            config = read_config(region.file, region.wait_index())
             if gpu is not None:
-                _check_for_gpu(config)
+                check_for_gpu(config)
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         config = replace(config, dtype=dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
@@ -104,7 +104,7 @@ class TorchEngine:
         self.runner: Runner = (
             CpuRunner(self._model, self._cache) if gpu is None else self._gpu_runner(gpu, plan.max_model_len)
         )
-        eos = read_eos_token_ids(region, config)
+        eos = read_eos_token_ids(region.file, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
         self._scheduler = Scheduler(
             self._cache.blocks,
@@ -384,25 +384,6 @@ class TorchEngine:
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if not sequence.cancelled:
                 self._requests.add_token(sequence, sampled_token)
-
-
-def _check_for_gpu(config: ModelConfig) -> None:
-    """Raise ModelError for a model that this engine runs on CPUs only."""
-    if config.is_foreign:
-        raise ModelError(
-            f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
-            "--device cpu, or --engine vllm"
-        )
-    if config.has_experts:
-        raise ModelError(
-            f"{config.architecture} has experts, which the torch engine runs on CPUs only; expected --device cpu, or "
-            "--engine vllm"
-        )
-    if config.quantization is not None:
-        raise ModelError(
-            f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "
-            "expected --device cpu, or --engine vllm"
-        )
 
 
 def step_error(error: Exception) -> MedusaError:

@@ -43,7 +43,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     """Profile a region's model on this machine's CPU. Raises what an engine would raise for it."""
     if backend(region.file, settings).kind in ("encoder", "classifier"):
         return Profile(_encoder_order(region), None)
-    config = read_config(region)
+    config = read_config(region.file, region.wait_index())
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = replace(config, dtype=dtype).model()
     timeline = Timeline.create("profile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class FactoryApplier(Applier):
     Every module that owns tensors has a gate, and every parameter is a ``PendingParameter`` until its value arrives.
     With ``strict=False``, ``factory`` is called again to make initial values for what the checkpoint lacks.
     """
+
+    is_authored: ClassVar[bool] = True  # whether the factory is a user's own code
 
     def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> None:
         super().__init__(module, dtype=options.dtype, rename=_rename(module, options))
@@ -60,7 +63,8 @@ class FactoryApplier(Applier):
 
     def plan(self, index: WeightIndex) -> Plan:
         rename = with_load_hooks(self.module, index, self._rename)
-        found = plan(index, self._places, rename, strict=self._options.strict, built=True)
+        strict, authored = self._options.strict, self.is_authored
+        found = plan(index, self._places, rename, strict=strict, last_wins=True, authored=authored)
         if index.recorded:
             return found
         # The execution order is not known. It is nearly always the order in which the module was constructed.

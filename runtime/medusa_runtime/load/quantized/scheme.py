@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, json_excerpt
+from medusa_runtime.errors import ConfigError, ModelError, json_excerpt
 
 SUPPORTED = (
     "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8, "
@@ -79,7 +79,7 @@ class Quantization:
     def of(cls, config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
         """Return the quantization that a parsed config.json describes, or None for weights that are not quantized.
 
-        Raises ConfigError for a method, a format or an option that is not supported.
+        Raises ModelError for a method, a format or an option that is not supported, and ConfigError.
         """
         key = next((key for key in ("quantization_config", "compression_config") if config.get(key) is not None), None)
         if key is None:
@@ -103,9 +103,9 @@ class _Reader:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
 
-    def error(self, name: str, expected: str, found: object) -> ConfigError:
+    def error(self, name: str, expected: str, found: object) -> ModelError:
         shown = "nothing" if found is None else repr(found)
-        return ConfigError(f"{self.where}: expected {name} to be {expected} {_OTHERS}, found {shown}")
+        return ModelError(f"{self.where}: expected {name} to be {expected} {_OTHERS}, found {shown}")
 
     def get(self, *names: str) -> Any:
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)

@@ -41,6 +41,8 @@ class TransformersApplier(FactoryApplier):
     A tensor that the module has no place for is left out, as in transformers. A missing one is an error.
     """
 
+    is_authored = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -98,13 +100,15 @@ class TransformersApplier(FactoryApplier):
                 place = Place(f"{group.target} of {name}", owners, self._places[group.target].tensor, False)
                 fused[name] = place
                 self._fused[place] = (group, name)
+            group.arrived = {name: torch.empty(index.tensors[name].shape, device="meta") for name in group.sources}
+            self._converted_group(group)  # of shapes alone, so that what does not fit is an error now
         rest = {name: place for name, place in self._places.items() if place.name not in made}
 
         def rename(name: str) -> str | None:
             target = None if name in fused else self.target(name)
             return target if target in rest else None
 
-        found = plan(index, rest, rename, built=True)
+        found = plan(index, rest, rename, last_wins=True)
         todo = {**found.todo, **fused}
         rank = {name: number for number, name in enumerate(self._places)}
 
@@ -139,21 +143,22 @@ class TransformersApplier(FactoryApplier):
         if len(group.arrived) < len(group.sources):
             return False
         for target, value in self._converted_group(group).items():
-            whole = self._places[target]
-            if tuple(value.shape) != tuple(whole.tensor.shape):
-                raise MismatchError(
-                    f"{target}: expected {list(whole.tensor.shape)}, found {list(value.shape)} in the checkpoint"
-                )
-            super().apply(whole, value)
+            super().apply(self._places[target], value)
         return False
 
     def _converted_group(self, group: _Fused) -> dict[str, Tensor]:
+        """Return what the tensors that have arrived become. Raises MismatchError if they do not fit the module."""
         converter = copy.deepcopy(group.converter)
         for name, (pattern, _) in sorted(group.sources.items(), key=lambda item: item[1][1]):
             converter.add_tensor(group.target, name, pattern, group.arrived[name])
         group.arrived.clear()
-        found = converter.convert(group.target, model=self.module, config=self.module.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        converted = converter.convert(group.target, model=self.module, config=self.module.config)
+        found = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+        for name, value in found.items():
+            expected = self._places[name].tensor.shape
+            if value.shape != expected:
+                raise MismatchError(f"{name}: expected {list(expected)}, found {list(value.shape)} in the checkpoint")
+        return found
 
 
 class _Names:

@@ -44,7 +44,7 @@ def find_class(raw: Mapping[str, Any]) -> TransformersClass:
             f"{architecture} is none of the models that the torch engine has itself; most others need transformers, "
             f"which is not installed: {INSTALL}, or use --engine vllm"
         )
-    found = _file_of(architecture, str(raw.get("model_type", "")), folder)
+    found = file_of(architecture, str(raw.get("model_type", "")), folder)
     if found is None:
         if raw.get("auto_map"):
             raise unsupported(architecture, "it brings its own code, which is not run")
@@ -89,7 +89,7 @@ def installed() -> Path | None:
 
 
 @functools.cache
-def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
+def file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
     """Return the file that defines the class with this name, or None. Look first in the folder for ``model_type``."""
     if not re.fullmatch(r"\w+", architecture):
         return None
@@ -101,4 +101,4 @@ def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
     return None
 
 
-__all__ = ["INSTALL", "TransformersClass", "find_class", "installed"]
+__all__ = ["INSTALL", "TransformersClass", "file_of", "find_class", "installed"]

@@ -1,0 +1,89 @@
+"""A check of a checkpoint before any start, from its headers and small files alone, with the code that a start runs."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint.index import WeightIndex
+from ..config import Settings
+from ..errors import ConfigError
+from ..imports.lazy_torch import import_torch
+from ..models.backend import backend
+from ..models.fields import ReadFile
+
+if TYPE_CHECKING:
+    from ..load.applier import Applier
+
+_MOST_BYTES = 4 << 30  # for the skeleton of a stranger's model, whose buffers, such as masks, config.json sizes
+
+
+def check(read: ReadFile, index: WeightIndex, settings: Settings) -> None:
+    """Build the model as a skeleton, find a place for each tensor, and parse the tokenizer.
+
+    Imports torch, which takes half a second of CPU time. Raises what the start of an engine would raise: ModelError,
+    ConfigError, CorruptError and MismatchError; ImportError without torch.
+    """
+    kind = backend(read, settings).kind
+    if settings.torch_import != "plain":
+        import_torch()
+    with _bounded_memory():
+        applier = _decoder(read, index, settings) if kind == "decoder" else _encoder(read, index, settings)
+        applier.plan(applier.index(index))
+    check_tokenizer(read)
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Raise ConfigError if the code in this context needs more than _MOST_BYTES of memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    most = int(status["VmData"].split()[0]) * 1024 + _MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+    try:
+        yield
+    except MemoryError:
+        expected = f"sizes of a model whose masks and tables take at most {_MOST_BYTES >> 30} GiB"
+        raise ConfigError(f"config.json: expected {expected}, found larger ones") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def check_tokenizer(read: ReadFile) -> None:
+    """Parse the tokenizer.json, if there is one. Raises CorruptError."""
+    tokenizer = read("tokenizer.json")
+    if tokenizer is not None:
+        from .serving.tokenizer import parse
+
+        parse(tokenizer)
+
+
+def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
+    import torch
+
+    from .checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
+
+    config = read_config(read, index)
+    if settings.device == "cuda":
+        check_for_gpu(config)
+    read_eos_token_ids(read, config)
+    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return replace(config, dtype=dtype).model().applier(dtype)
+
+
+def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
+    from ..models.base import DTYPES
+    from ..models.sentences import SentenceEncoderSettings
+    from .checkpoint_files import read_config_json, weights_dtype
+    from .encoder.text_encoder import build_encoder
+
+    SentenceEncoderSettings.read(read)
+    dtype = weights_dtype(index) if settings.dtype == "auto" else settings.dtype
+    return build_encoder(read_config_json(read), DTYPES[dtype])[1]
+
+
+__all__ = ["check", "check_tokenizer"]
