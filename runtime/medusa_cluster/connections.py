@@ -1,8 +1,9 @@
 """Limits on what the connections of a gateway or node server send beside the bodies of requests, and on answers.
 
-A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. A head may
-have 32 KiB. An instance has the same limits. aiohttp alone limits only how long a connection may send nothing, and
-takes two megabytes for the headers of each connection, and for the trailers of each body.
+A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. It is
+counted in looks at the connections, so the time in which this process stands still does not count. A head may have
+32 KiB. An instance has the same limits. aiohttp alone limits only how long a connection may send nothing, and takes two
+megabytes for the headers of each connection, and for the trailers of each body.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import cast
@@ -21,7 +21,7 @@ from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_POLL_S = 1.0
+_LOOK_S = 1.0
 _HEAD_BYTES = 32 << 10
 _HEAD_END = b"\r\n\r\n"
 _MOST_FRAMING = 8  # bytes for each byte of a body: in chunks of a single byte, it takes six in all
@@ -44,6 +44,7 @@ class Connections:
         self._server = server
         self.read_timeout_s = read_timeout_s
         self.tls = tls
+        self.looks = 0
         self._most_waiting = max(min(_MOST_WAITING, most_files() // 2), LEAST_FILES // 2)
         self._waiting: dict[_Connection, None] = {}  # the oldest first
 
@@ -52,11 +53,13 @@ class Connections:
 
     async def run(self) -> None:
         """Close connections whose head is overdue, until cancelled."""
+        look_s = min(_LOOK_S, self.read_timeout_s / 4)
         while True:
-            await asyncio.sleep(min(_POLL_S, self.read_timeout_s / 4))
-            begun_before = time.monotonic() - self.read_timeout_s
+            await asyncio.sleep(look_s)
+            self.looks += 1
+            overdue = self.looks - 1 - self.read_timeout_s / look_s  # less one, since the first look may come at once
             for connection in list(self._waiting):
-                if connection.since is not None and connection.since < begun_before:
+                if connection.begun_at is not None and connection.begun_at <= overdue:
                     connection.close(408)
 
     def add_waiting(self, connection: _Connection) -> None:
@@ -71,7 +74,10 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """A protocol in front of aiohttp's own for one connection. ``since``: when the head that is arriving began."""
+    """A protocol in front of aiohttp's own for one connection.
+
+    ``begun_at`` is the number of looks at the connections before the head that is arriving began, or None.
+    """
 
     def __init__(self, inner: asyncio.BaseProtocol, connections: Connections) -> None:
         self._inner = cast("asyncio.Protocol", inner)
@@ -83,7 +89,7 @@ class _Connection(asyncio.Protocol):
         self._answered = False
         self._received_bytes = 0  # of the head that is arriving, or since the request began
         self._end: bytes | None = b""  # the last bytes of that head; None once all of it has come
-        self.since: float | None = None
+        self.begun_at: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -134,8 +140,8 @@ class _Connection(asyncio.Protocol):
 
     def _takes_of_head(self, data: bytes) -> bool:
         """Note bytes that come while there is no request. Return False if they make the head too large."""
-        if self.since is None:
-            self.since = time.monotonic()
+        if self.begun_at is None:
+            self.begun_at = self._connections.looks
         if self._end is None:
             return True  # the first bytes of a body
         if not self._received_bytes:
@@ -145,7 +151,7 @@ class _Connection(asyncio.Protocol):
         self._received_bytes += len(data)
         if (found := beginning.find(_HEAD_END)) >= 0:
             self._end = None
-            self.since = time.monotonic()  # aiohttp's time now; this process may have stood still before
+            self.begun_at = self._connections.looks  # aiohttp's time from now on
             return size + found <= _HEAD_BYTES
         self._end = beginning[1 - len(_HEAD_END) :]
         return self._received_bytes <= _HEAD_BYTES
@@ -166,7 +172,7 @@ class _Connection(asyncio.Protocol):
 
     def begin_request(self, request: web.Request) -> None:
         """Note that a request's whole head has come."""
-        self._body, self._answered, self.since = request.content, False, None
+        self._body, self._answered, self.begun_at = request.content, False, None
         self._received_bytes, self._end = 0, b""
         self._connections.remove_waiting(self)
 

@@ -174,16 +174,19 @@ def test_of_too_many_connections_without_a_request_the_oldest_is_closed(monkeypa
     serve(scenario)
 
 
-def test_a_head_that_was_complete_before_this_process_stood_still_is_answered() -> None:
-    """As while it is stopped, or its machine is: the time that is over then is not the client's."""
+@pytest.mark.parametrize("before", [9, len(HEAD)])
+def test_the_time_in_which_this_process_stands_still_is_not_the_client_s(before: int) -> None:
+    """As while it is stopped, or its machine is, whether the rest of a head comes meanwhile or later."""
 
     async def scenario(connect: Connect) -> None:
-        for _ in range(10):
+        for _ in range(5):
             reader, writer = await connect()
-            writer.write(HEAD[:9])
+            writer.write(HEAD[:5])
             await asyncio.sleep(LIMIT_S / 5)
-            writer.write(HEAD[9:])
+            writer.write(HEAD[5:before])
             time.sleep(LIMIT_S * 1.5)
+            await asyncio.sleep(LIMIT_S / 5)
+            writer.write(HEAD[before:])
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
     serve(scenario)
