@@ -24,7 +24,7 @@ from .member import Member
 from .membership import GroupLostError, check_leader, outcome_of, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
-from .wire.channel import Greeting, TcpChannel, close_with, error_of
+from .wire.channel import ConnectionBrokenError, Greeting, TcpChannel, close_with, error_of
 from .wire.message import Kind, Message, hidden_states, json_message
 from .worker_engine import WorkerEngine
 
@@ -84,7 +84,7 @@ class _Session:
         self._hidden: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._reader = StepReader(follower.info.eos_token_ids)
         self._next: TcpChannel | None = None
-        self._released = False  # the leader has dissolved the group; steps under way will have no results
+        self._outcome: str | None = None  # once the leader has dissolved the group; steps under way have no results
         self._leader_done = threading.Event()  # set when the leader has dissolved the group, or has gone
         self.joined = False
         self._member = Member(
@@ -103,6 +103,11 @@ class _Session:
             return self._serve(leader)
         except GroupLostError:
             raise
+        except ConnectionBrokenError as error:
+            self._leader_done.wait(_GRACE_S)
+            if self._outcome is None:
+                raise GroupLostError(str(error)) from None
+            return self._outcome
         except Exception as error:
             failure = step_error(error)
             close_with(leader, self._number, failure)
@@ -113,16 +118,16 @@ class _Session:
     def _serve(self, leader: TcpChannel) -> str:
         while True:
             message = self._take(self._steps, leader)
-            if message is None:
-                return "end"  # this process has been asked to stop
+            if message is None:  # this process has to stop, or a neighbour went before the leader's message was taken
+                return self._outcome or "end"
             if message.kind is Kind.FORM:
                 self._form(message)
             elif message.kind is Kind.STEP:
                 self._step(message, leader)
-            elif message.kind is Kind.RELEASE:
+            elif message.kind is Kind.RELEASE and self._outcome is not None:
                 self._member.send_timeline()
                 leader.flush(1.0)
-                return outcome_of(message, self._plan)
+                return self._outcome
             elif message.kind is Kind.ERROR:
                 raise error_of(message)
 
@@ -130,7 +135,12 @@ class _Session:
         values = message.values()
         self.joined = True
         if values.get("next") is not None:
-            self._next = self._member.connect_next(str(values["next"]))
+            try:
+                self._next = self._member.connect_next(str(values["next"]), self._leader_done.is_set)
+            except EngineError:
+                if self._leader_done.is_set():  # such as when the next worker was released first
+                    return
+                raise
             threading.Thread(target=self._watch_next, args=(self._next,), name="group-next", daemon=True).start()
 
     def _step(self, message: Message, leader: TcpChannel) -> None:
@@ -138,7 +148,7 @@ class _Session:
         follower, values = self._follower, message.values()
         spans = self._reader.read(values)
         follower._throttle.note_step(prompts=has_prompts(spans))
-        incoming = None if self._released else self._take(self._hidden, leader)
+        incoming = None if self._outcome is not None else self._take(self._hidden, leader)
         if incoming is None:
             return
         if incoming.step != message.step:
@@ -166,7 +176,10 @@ class _Session:
             self._member.send_timeline()
 
     def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:
-        """Return the next message, or None if this process has to stop. Raises GroupLostError if the leader is lost."""
+        """Return the next message, or None if this process has to stop or the group is dissolved.
+
+        Raises GroupLostError if the leader is lost.
+        """
         while not self._stopped():
             try:
                 message = messages.get(timeout=_POLL_S)
@@ -174,7 +187,7 @@ class _Session:
                 self._follower._check_loaded()
                 check_leader(leader, self._plan)
                 continue
-            if message is None and not self._released:
+            if message is None and self._outcome is None:
                 raise GroupLostError("the connection to the group broke")
             return message
         return None
@@ -185,9 +198,10 @@ class _Session:
                 if message.kind is Kind.HEARTBEAT:
                     self._member.note_heartbeat(message)
                     continue
+                if message.kind is Kind.RELEASE:
+                    self._outcome = outcome_of(message, self._plan)
                 self._steps.put(message)
                 if message.kind is Kind.RELEASE:
-                    self._released = True
                     self._leader_done.set()
                     self._hidden.put(None)
         except (MedusaError, OverflowError, TypeError, ValueError) as error:

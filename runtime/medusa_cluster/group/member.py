@@ -49,15 +49,18 @@ class Member:
         ``deadline`` is in seconds of the monotonic clock. Raises EngineError.
         """
         place = self._place or f"{self._plan.bind}:{self._listener.port}"
-        leader = self.leader = self._connect(self._plan.leader_place, "steps", deadline, place=place, **identity)
+        leader = self.leader = self._connect(
+            self._plan.leader_place, "steps", deadline, self._stopped, place=place, **identity
+        )
         self._heartbeats = Heartbeats(
             self._plan.number, self._plan.rank, leader.send, lambda: {**state(), "echo": self._echo}
         )
         return leader
 
-    def connect_next(self, address: str) -> TcpChannel:
-        """Connect to the worker of the next layers. Raises EngineError."""
-        return self._connect(address, "hidden", time.monotonic() + self._plan.silent_s)
+    def connect_next(self, address: str, leader_done: Callable[[], bool]) -> TcpChannel:
+        """Connect to the worker of the next layers. Raises EngineError, also when the leader has ended the group."""
+        deadline = time.monotonic() + self._plan.silent_s
+        return self._connect(address, "hidden", deadline, lambda: self._stopped() or leader_done())
 
     def note_heartbeat(self, message: Message) -> None:
         """Note a heartbeat of the leader's. Raises TypeError, ValueError or OverflowError if it is malformed."""
@@ -80,11 +83,13 @@ class Member:
         for channel in self._channels:
             channel.close()
 
-    def _connect(self, address: str, purpose: str, deadline: float, **more: Any) -> TcpChannel:
+    def _connect(
+        self, address: str, purpose: str, deadline: float, stopped: Callable[[], bool], **more: Any
+    ) -> TcpChannel:
         plan = self._plan
         channel = connect(
             address, group=plan.number, access=plan.access, rank=plan.rank, purpose=purpose, deadline=deadline,
-            stopped=self._stopped, link=self._link, **more,
+            stopped=stopped, link=self._link, **more,
         )  # fmt: skip
         self._channels.append(channel)
         return channel

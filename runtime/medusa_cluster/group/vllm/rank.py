@@ -26,7 +26,7 @@ from ..fetch_throttle import FetchThrottle
 from ..member import Member
 from ..membership import GroupLostError, check_leader, outcome_of
 from ..plan import GroupPlan
-from ..wire.channel import Greeting, TcpChannel, close_with, error_of
+from ..wire.channel import ConnectionBrokenError, Greeting, TcpChannel, close_with, error_of
 from ..wire.emulated_link import EmulatedLink
 from ..wire.message import Kind, Message
 from .calls import deserialize, serialize
@@ -81,6 +81,11 @@ class Rank:
             if self._outcome is None:
                 raise
             return self._outcome  # the group was dissolved during a step, whose hidden states will never come
+        except ConnectionBrokenError as error:
+            time.sleep(_POLL_S)  # the leader's message may come a moment later
+            if self._outcome is None:
+                raise GroupLostError(str(error)) from None
+            return self._outcome
         except MISSING_PART_ERRORS as error:
             raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
         except MedusaError as error:
@@ -171,7 +176,8 @@ class Rank:
                 if message.kind is Kind.HEARTBEAT:
                     self._member.note_heartbeat(message)
                 elif message.kind is Kind.FORM:
-                    self._form(message)
+                    self.joined = True
+                    threading.Thread(target=self._form, args=(message,), name="group-form", daemon=True).start()
                 elif message.kind is Kind.ERROR:
                     self._messages.put(error_of(message))
                 else:
@@ -183,12 +189,16 @@ class Rank:
         self._lost = self._lost or "the connection to the group broke"
 
     def _form(self, message: Message) -> None:
-        values = message.values()
-        self.joined = True
-        pipe = self._pipe_made.result()
-        if values.get("next") is not None:
-            next_channel = pipe.next_channel = self._member.connect_next(str(values["next"]))
-            threading.Thread(target=self._watch, args=(next_channel,), name="group-next", daemon=True).start()
+        """Connect to the next worker. Runs in a thread of its own, since the leader may end the group meanwhile."""
+        try:
+            following = message.values().get("next")
+            pipe = self._pipe_made.result()
+            if following is not None:
+                pipe.next_channel = self._member.connect_next(str(following), lambda: self._outcome is not None)
+                threading.Thread(target=self._watch, args=(pipe.next_channel,), name="group-next", daemon=True).start()
+        except EngineError as error:
+            self._lost = self._lost or str(error)
+            return
         pipe.formed.set()
 
     def _accept(self, greeting: Greeting) -> None:

@@ -45,19 +45,23 @@ _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 32) - 1
 
 
+class ConnectionBrokenError(EngineError):
+    """Nothing more can be sent on a connection, because it broke or was closed."""
+
+
 class Channel(Protocol):
     """A connection to one peer. Messages arrive in order, both ways."""
 
     last_received_at: float  # when something last arrived (time.monotonic)
 
     def send(self, message: Message) -> None:
-        """Queue a message, without waiting for the network. Raises EngineError if the channel is broken."""
+        """Queue a message, without waiting for the network. Raises ConnectionBrokenError."""
 
     def receive(self) -> Message | None:
         """Wait for the next message. Return None if the peer has closed the channel, or if it is broken."""
 
     def drain(self) -> None:
-        """Wait while much of what was sent has not left. EngineError when the channel is broken."""
+        """Wait while much of what was sent has not left. Raises ConnectionBrokenError."""
 
     def pace(self, bytes_per_s: float | None) -> None:
         """Send at most so many bytes a second from now on. None: no limit."""
@@ -100,7 +104,7 @@ class TcpChannel:
         pieces = [memoryview(message.header()), memoryview(message.body).cast("B")]
         with self._changed:
             if self._broken or self._closed:
-                raise EngineError("the connection to another worker of the group is broken")
+                raise ConnectionBrokenError("the connection to another worker of the group is broken")
             self.sent_bytes += sum(map(len, pieces))
             if self._encryption is not None:
                 pieces = self._encryption.seal(*pieces)
@@ -114,14 +118,14 @@ class TcpChannel:
                 self._changed.notify()
 
     def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
-        """Send what the socket takes without waiting, and return the rest. Raises EngineError if it is broken."""
+        """Send what the socket takes without waiting, and return the rest. Raises ConnectionBrokenError."""
         try:
             sent = self._socket.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return pieces
         except OSError as error:
             self._broken = True
-            raise EngineError(f"the connection to another worker of the group broke: {error}") from None
+            raise ConnectionBrokenError(f"the connection to another worker of the group broke: {error}") from None
         while pieces and sent >= len(pieces[0]):
             sent -= len(pieces.pop(0))
         if sent:
@@ -207,7 +211,7 @@ class TcpChannel:
             while sum(map(len, self._waiting)) > _MOST_WAITING_BYTES and not self._broken and not self._closed:
                 self._changed.wait()
             if self._broken or self._closed:
-                raise EngineError("the connection to another worker of the group is broken")
+                raise ConnectionBrokenError("the connection to another worker of the group is broken")
 
     def pace(self, bytes_per_s: float | None) -> None:
         rate = _UNLIMITED if bytes_per_s is None else max(int(bytes_per_s), 1)
@@ -447,4 +451,13 @@ def close_with(channel: TcpChannel, group: int, error: MedusaError) -> None:
     channel.close()
 
 
-__all__ = ["Channel", "Greeting", "Listener", "TcpChannel", "close_with", "connect", "error_of"]
+__all__ = [
+    "Channel",
+    "ConnectionBrokenError",
+    "Greeting",
+    "Listener",
+    "TcpChannel",
+    "close_with",
+    "connect",
+    "error_of",
+]
