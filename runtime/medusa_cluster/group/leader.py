@@ -176,6 +176,7 @@ class Leader(WorkerEngine):
         connections, self._connections = self._connections, None
         assert connections is not None
         self._throttle.release()
+        self._check_all_loaded()  # the other workers may not have had theirs, and will report nothing more
         if self._consolidation is not None:
             self._consolidation.close()
             self._consolidation = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from group_fixtures import Group, host_gpu
+from host_gpu import HostGpu, HostLink, Recorder
 from medusa_runtime.errors import OverloadedError
 from waiting import until
 
@@ -16,6 +18,15 @@ PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
 SHORT = "springt"
 SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
 COUNT = 24
+
+
+class SlowLater(HostGpu):
+    """A GPU to which the layers of other workers are copied only when the test lets them."""
+
+    def open_link(self, *, in_background: bool) -> HostLink:
+        link = super().open_link(in_background=in_background)
+        link.open.clear()
+        return link
 
 
 def consolidated(made: Group) -> None:
@@ -84,6 +95,26 @@ def test_workers_become_instances(gpu: Any, group: Callable[..., Group], serve: 
         worker.engine.wait_ready()
         assert worker.ask(PROMPT, max_tokens=COUNT).tokens == expected.tokens
     assert [getattr(worker.engine, "released", "instance") for worker in made.workers] == ["instance"] * 3
+
+
+def test_a_leader_with_all_layers_is_ready_when_it_released_a_worker_that_had_not_loaded_its_own(
+    group: Callable[..., Group],
+) -> None:
+    slow, other = SlowLater(Recorder(), strict=True), host_gpu()
+    other.link.open.clear()
+    made = group("0:2", "2:4")
+    made.add(0, gpu=lambda: slow)
+    made.add(1, gpu=lambda: other)
+    until(lambda: made.formed and slow.links)
+    slow.links[0].open.set()
+    made.leader.engine.full.wait()
+    made.leader.engine.consolidate("down")
+    consolidated(made)
+    waiting = threading.Thread(target=made.leader.engine.wait_ready, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    other.link.open.set()
+    assert not waiting.is_alive()
 
 
 def test_a_file_that_cannot_be_read_is_named_once(
