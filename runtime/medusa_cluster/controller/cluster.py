@@ -93,7 +93,6 @@ class Cluster:
     def _update_instances(self, node: KnownNode) -> None:
         """Compare the instances in a node's status with the known ones."""
         shown = self._own_instances(node)
-        clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind this one
         for instance_id, item in shown.items():
             instance = self.state.instances.get(instance_id)
             if item["state"] == "failed":
@@ -103,7 +102,8 @@ class Cluster:
             if instance is None:
                 if self.execution.was_stopped(instance_id):
                     continue
-                instance = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"] + clock_s)
+                since_s = node.seen_at - item["age_s"]
+                instance = KnownInstance(instance_id, item["model"], node.name, item["state"], since_s)
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
                     instance.set_group(item["group"])
                 self.state.instances[instance_id] = instance
@@ -119,7 +119,7 @@ class Cluster:
             if item.get("start"):
                 self._learn_start(node, instance, item["start"])
             if instance.state != "draining" and item["state"] != instance.state:
-                instance.state, instance.since = item["state"], item["since"] + clock_s
+                instance.state, instance.since_s = item["state"], node.seen_at - item["age_s"]
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
         for instance in [item for item in self.state.instances.values() if item.node == node.name]:
             if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
@@ -342,7 +342,7 @@ class Cluster:
         if name not in self.state.gateways:
             self._forget_gateways(now)
             self.state.record_event("gateway", f"the gateway {name} has come")
-        self.state.gateways[name] = Gateway(name, url, time.time(), now, loads)
+        self.state.gateways[name] = Gateway(name, url, now, loads)
         serving = {item.model for item in self.state.instances.values() if item.state != "draining"}
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
             # A request waits for an instance, so decide now, unless ticks are slow, as in a very large cluster.

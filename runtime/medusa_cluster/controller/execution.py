@@ -127,7 +127,7 @@ class Execution:
         if not self.may_start(decision):
             return
         instance = KnownInstance(
-            decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role,
+            decision.id, decision.model, decision.node, "starting", time.monotonic(), role=decision.role,
             wanted_role=decision.role,
         )  # fmt: skip
         instance.predicted_s = decision.ttft_s
@@ -164,7 +164,7 @@ class Execution:
                 state.publish()
             return
         if instance.state == "starting":
-            instance.state, instance.since = "ready", time.time()
+            instance.state, instance.since_s = "ready", time.monotonic()
         self._failures.pop(instance.model, None)
         state.publish()
 
@@ -181,7 +181,7 @@ class Execution:
         instance = self._state.instances.get(instance_id)
         if instance is not None and instance.state != "draining":
             # An instance that has served may be started again at once. One that never did would probably fail again.
-            lasted = instance.state == "ready" and time.time() - instance.since > _LONGEST_PAUSE_S / 6
+            lasted = instance.state == "ready" and now - instance.since_s > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(instance.model, (0, 0.0))[0] + 1
             if not lasted:
                 self._avoid_sharing(instance)
@@ -206,7 +206,7 @@ class Execution:
         instance = self._state.instances.get(decision.id)
         if instance is None or instance.state == "draining" or ("stop", instance.id) in self._running:
             return  # or it was just resumed, and the answer to the last order is on its way: decided again, if need be
-        instance.state, instance.since = "draining", time.time()
+        instance.state, instance.since_s = "draining", time.monotonic()
         reason = f": {decision.reason}" if decision.reason else ""
         self._state.record_event("scale-down", f"{instance.id} ends{reason}", node=instance.node, model=instance.model)
         self._state.publish()
@@ -255,7 +255,7 @@ class Execution:
 
     def _note_resumed(self, instance: KnownInstance) -> None:
         if self._state.instances.get(instance.id) is instance and instance.state == "draining":
-            instance.state, instance.since = "ready", time.time()
+            instance.state, instance.since_s = "ready", time.monotonic()
             self._state.publish()
 
     def end_all(self, model: str, reason: str) -> None:

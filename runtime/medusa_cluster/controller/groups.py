@@ -56,8 +56,9 @@ class Groups:
         starts.sort(key=lambda start: start.layers or (0, 0))
         workers = [
             KnownInstance(
-                start.id, start.model, start.node, "starting", time.time(), role=start.role, group=group, rank=rank,
-                layers=start.layers, full=start.full, predicted_s=start.ttft_s, workers=len(starts), loading=True,
+                start.id, start.model, start.node, "starting", time.monotonic(), role=start.role, group=group,
+                rank=rank, layers=start.layers, full=start.full, predicted_s=start.ttft_s, workers=len(starts),
+                loading=True,
             )
             for rank, start in enumerate(starts)
         ]  # fmt: skip
@@ -112,7 +113,7 @@ class Groups:
         request |= {"device_bytes": worker.device_bytes}
         await self._nodes.call(worker.node, request, _START_S)
         if worker.state == "starting":
-            worker.state, worker.since = "ready", time.time()
+            worker.state, worker.since_s = "ready", time.monotonic()
 
     def _give_up(self, group: str, workers: list[KnownInstance], error: Exception) -> None:
         """End the workers of a group that could not be started. For a while, single instances start instead."""

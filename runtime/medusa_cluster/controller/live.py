@@ -178,7 +178,7 @@ class Live:
             able,
             key=lambda item: (
                 *(item.id != first, item.meets is None, helpers.count(item.id)),
-                *(item.deserted, -item.running, item.since),
+                *(item.deserted, -item.running, item.since_s),
             ),
         )
 

@@ -128,7 +128,7 @@ class KnownInstance:
     model: str
     node: str
     state: str  # starting, ready, draining
-    since: float  # seconds since the epoch
+    since_s: float  # when its state began, monotonic
     running: int = 0
     kv_use: float = 0.0  # the part of its KV cache that is in use, 0 to 1
     confirmed: bool = False  # the node has shown it in a status
@@ -193,7 +193,6 @@ class KnownFetch:
 class Gateway:
     name: str
     url: str | None
-    seen: float  # seconds since the epoch
     seen_at: float  # monotonic
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 

@@ -102,7 +102,7 @@ _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
     **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind", "device_name"), _text),
     **dict.fromkeys(
-        ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
+        ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices"), _number
     ),
     **dict.fromkeys(("device_bytes", "devices_lost"), _number),
     **dict.fromkeys(("device_sizes", "device_free_bytes", "device_free_sizes"), _numbers),
@@ -121,7 +121,7 @@ _STATUS: dict[str, Check] = {
         },
     ),
     "instances": _objects(
-        {"id": _text, "model": _text, "state": _text, "since": _number},
+        {"id": _text, "model": _text, "state": _text, "age_s": _number},
         {
             "running": _number,
             "kv_use": lambda value: _number(value) and value <= 1,

@@ -49,7 +49,7 @@ class State:
     def record_event(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
         """Log an event, and keep it for the status."""
         logger.info("%s", text)
-        self.events.append({"at": time.time(), "kind": kind, "model": model, "node": node, "text": text})
+        self.events.append({"at": time.monotonic(), "kind": kind, "model": model, "node": node, "text": text})
 
     def publish(self) -> None:
         """Update the routes."""

@@ -15,25 +15,29 @@ _GATEWAY_SHOWN_S = 60.0
 
 
 def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[str, Any]:
-    """Return the cluster's state as JSON, in the form of docs/internals/cluster.md."""
-    now = time.time()
+    """Return the cluster's state as JSON, in the form of docs/internals/cluster.md.
+
+    All times in it are what this machine's clock would have shown if it had always gone as now: it may have been set.
+    """
+    now, now_s = time.time(), time.monotonic()
+    offset = now - now_s
     transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
     return {
         "at": now,
-        "nodes": [_node(state, node) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
+        "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
         "models": [_model(state, models, item) for _, item in sorted(state.deployments.items())],
         "transfers": transfers,
         "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
         "gateways": [
-            {"name": item.name, "url": item.url, "seen": item.seen}
+            {"name": item.name, "url": item.url, "seen": item.seen_at + offset}
             for item in state.gateways.values()
-            if now - item.seen < _GATEWAY_SHOWN_S
+            if now_s - item.seen_at < _GATEWAY_SHOWN_S
         ],
-        "events": list(state.events),
+        "events": [{**event, "at": event["at"] + offset} for event in state.events],
     }
 
 
-def _node(state: State, node: KnownNode) -> dict[str, Any]:
+def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
     found = {
         name: node.status.get(name, 0)
         for name in (
@@ -56,7 +60,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
                 "id": item.id,
                 "model": item.model,
                 "state": item.state,
-                "since": item.since,
+                "since": item.since_s + offset,
                 "running": item.running,
                 "group": item.group,
                 "layers": item.layers,

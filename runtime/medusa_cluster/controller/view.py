@@ -28,7 +28,7 @@ def policy_state(
     decided: dict[str, list[KnownFetch]] = {}
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
-    leaving, offset = state.leaving(), time.monotonic() - time.time()
+    leaving = state.leaving()
     alive = [node for node in state.nodes.values() if node.lost_at is None]
     processors = {device: {node.processor(device) for node in alive} for device in DEVICES}
     return policy.ClusterState(
@@ -40,7 +40,6 @@ def policy_state(
                 decoding=decoding,
                 draining=name in leaving,
                 drain_s=state.draining.get(name),
-                offset=offset,
             )
             for name, node in state.nodes.items()
             if node.status
@@ -73,7 +72,6 @@ def _policy_node(
     decoding: Collection[str | None],
     draining: bool,
     drain_s: float | None,
-    offset: float,
 ) -> policy.Node:
     status = node.status
     free = _free_devices(node, instances)
@@ -110,7 +108,7 @@ def _policy_node(
                 node=item.node,
                 # To the policy, workers are starting until their leader has all layers and the group can consolidate.
                 state="starting" if item.loading else item.state,  # type: ignore[arg-type]
-                since_s=min(item.since + offset, time.monotonic()),  # not later, if this clock was set back meanwhile
+                since_s=item.since_s,
                 role=item.role,  # type: ignore[arg-type]
                 layers=item.layers,
                 group=item.group,

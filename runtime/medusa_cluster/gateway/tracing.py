@@ -17,7 +17,7 @@ class RequestTrace:
     def __init__(self, sender: SpanSender | None, traceparent: str = "") -> None:
         self._context = context_below(traceparent)
         self._sender = sender if self._context.sampled else None
-        self._began_ns = time.time_ns()
+        self._began_ns = _now_ns()
 
     @contextmanager
     def stage(self, name: str, **attributes: str) -> Iterator[Mapping[str, str]]:
@@ -25,7 +25,7 @@ class RequestTrace:
         if self._sender is None:
             yield {}
             return
-        context, began_ns, failed = self._context.child(), time.time_ns(), True
+        context, began_ns, failed = self._context.child(), _now_ns(), True
         try:
             yield {"Traceparent": context.traceparent}
             failed = False
@@ -47,20 +47,26 @@ class RequestTrace:
         self,
         name: str,
         context: SpanContext,
-        began_ns: int,
+        began_ns: tuple[int, int],
         attributes: Mapping[str, str | int],
         *,
         failed: bool,
         inner: bool = False,
     ) -> None:
         if self._sender is not None:
-            at = context.trace, context.id, context.parent, began_ns, time.time_ns()
+            wall_ns, monotonic_ns = began_ns
+            times = wall_ns, wall_ns + time.monotonic_ns() - monotonic_ns  # the wall clock may be set meanwhile
+            at = context.trace, context.id, context.parent, *times
             self._sender.pending.append(Span(name, *at, dict(attributes), failed=failed, inner=inner))
 
     @property
     def is_new(self) -> bool:
         """True if the trace begins here. Then a ``tracestate`` that came with the request belongs to no trace."""
         return self._sender is not None and not self._context.parent
+
+
+def _now_ns() -> tuple[int, int]:
+    return time.time_ns(), time.monotonic_ns()
 
 
 NOT_TRACED = RequestTrace(None)

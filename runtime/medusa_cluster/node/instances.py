@@ -49,7 +49,7 @@ class RunningInstance:
     listening: asyncio.Future[int]
     state: str = "starting"
     ending: bool = False  # it drained, and its process is being ended
-    since: float = field(default_factory=time.time)
+    since_s: float = field(default_factory=time.monotonic)  # when its state began
     child: Child | None = None
     running: int = 0  # requests that the node server forwards to it now
     kv_use: float = 0.0  # the part of its KV cache that was in use when that was looked at; see metrics_reader.py
@@ -80,7 +80,7 @@ class RunningInstance:
         return self.listening.result() if done else None
 
     def set_state(self, state: str) -> None:
-        self.state, self.since = state, time.time()
+        self.state, self.since_s = state, time.monotonic()
 
 
 class Instances:
@@ -308,7 +308,7 @@ class Instances:
                 "model": instance.deployment.name,
                 "url": instance.deployment.url,
                 "state": instance.state,
-                "since": instance.since,
+                "age_s": round(time.monotonic() - instance.since_s, 3),
                 "running": instance.running,
                 "kv_use": round(instance.kv_use, 2) if instance.running else 0.0,
                 "prefill_tokens_per_s": round(instance.prefill_tokens_per_s),

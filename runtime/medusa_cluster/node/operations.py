@@ -87,7 +87,6 @@ class Operations:
             "url": settings.url,
             "leaf": settings.leaf,
             "head": settings.is_head,
-            "at": time.time(),
             "pid": os.getpid(),
             "state": "draining" if self.draining else "alive",
             "link_bytes_per_s": settings.link_bytes_per_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ class StandInNode:
         if self.starts is not None:
             await self.starts.wait()
         name = request["deployment"]["name"]
-        started = {"id": request["id"], "model": name, "state": "ready", "since": time.time(), "version": self.version}
+        started = {"id": request["id"], "model": name, "state": "ready", "age_s": 0.0, "version": self.version}
         self.instances[request["id"]] = started
         if "group" in request:
             self.workers[request["id"]] = GroupWorker.from_json(request["group"], "127.0.0.1")

@@ -102,7 +102,7 @@ def test_without_a_place_for_both_one_does_both(run: Run) -> None:
 def test_when_the_one_that_decodes_dies_its_partner_serves_and_gets_one_itself(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         decode, prefill = await started(net, cluster)
-        decode.since -= 60.0  # else its model would not be started again at once
+        decode.since_s -= 60.0  # else its model would not be started again at once
         net.nodes[decode.node].instances[decode.id] |= {"state": "failed", "failure": "it was killed"}
         await until_async(lambda: decode.id not in cluster.state.instances)
         net.nodes[prefill.node].become(prefill.id, "released")

@@ -84,7 +84,7 @@ def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
 def test_an_instance_takes_what_its_node_has_lent_it_whatever_its_deployment_asks_for_by_now(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         def shown(name: str, gpus: int, device: str) -> dict[str, Any]:
-            return {"id": name, "model": "m", "state": "ready", "since": 0.0, "gpus": gpus, "device": device}
+            return {"id": name, "model": "m", "state": "ready", "age_s": 0.0, "gpus": gpus, "device": device}
 
         there = [shown("i", 2, "auto"), shown("j", 0, "cpu")]
         has(net, "g1", **A10 | {"devices": 4, "device_free_bytes": [23 * 10**9] * 2, "instances": there})

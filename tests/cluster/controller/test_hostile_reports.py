@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ STATUS: dict[str, Any] = {
     "device_free_bytes": [23e9],
     "models": [{"url": MODEL, "state": "done", "total_bytes": 9, "fetched_bytes": 9, "pinned": False,
                 "excluded": {"http://a:8114": "wrong bytes"}}],
-    "instances": [{"id": "i", "model": "m", "state": "ready", "since": 1.0, "running": 0, "group": None}],
+    "instances": [{"id": "i", "model": "m", "state": "ready", "age_s": 1.0, "running": 0, "group": None}],
 }  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def test_a_node_changes_no_instance_of_another_node(run: Run) -> None:
         await until_async(lambda: any(item.state == "ready" for item in cluster.state.instances.values()))
         (instance,) = cluster.state.instances.values()
         other = next(node for node in net.nodes.values() if node.name != instance.node)
-        other.instances = {instance.id: {"id": instance.id, "model": "m", "state": "failed", "since": time.time()}}
+        other.instances = {instance.id: {"id": instance.id, "model": "m", "state": "failed", "age_s": 0.0}}
         await until_async(lambda: any(event["kind"] == "node-refused" for event in cluster.state.events))
         other.device_kind = "x"
         await until_async(lambda: cluster.state.nodes[other.name].status.get("device_kind") == "x")
@@ -96,7 +95,7 @@ def test_a_node_changes_no_instance_of_another_node(run: Run) -> None:
 def test_a_report_may_say_the_gpus_of_an_instance_and_not_its_device(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await until_async(lambda: cluster.state.nodes["a"].status)
-        node, shown = cluster.state.nodes["a"], {"model": "m", "state": "ready", "since": time.time()}
+        node, shown = cluster.state.nodes["a"], {"model": "m", "state": "ready", "age_s": 0.0}
         first = {"id": "i", "gpus": 2, "version": None, **shown}
         node.status = node_status({**node.status, "instances": [first, {"id": "j", "device": "cpu", **shown}]})
         cluster._update_instances(node)
@@ -155,7 +154,7 @@ def test_fuzzed_statuses_of_a_node() -> None:
             assert int(model["total_bytes"]) >= int(model["fetched_bytes"]) - 10**18
             assert hash(model["url"])
         for item in taken.get("instances", ()):
-            assert float(item["since"]) >= 0
+            assert float(item["age_s"]) >= 0
             assert hash(item["id"] + item["model"] + item["state"])
 
     fuzz(st.binary(max_size=20), check, [json.dumps(STATUS).encode()])

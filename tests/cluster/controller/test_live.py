@@ -122,7 +122,7 @@ def test_a_model_that_cannot_be_shared_starts_without_it(run: Run) -> None:
 def test_a_source_that_dies_after_it_has_served_leaves_live_scaling_on(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         source = await first(net, cluster)
-        source.since -= 60.0
+        source.since_s -= 60.0
         net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
         assert (await next_plan(net, cluster, source))["mode"] == "live"
 

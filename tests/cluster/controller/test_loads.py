@@ -51,7 +51,7 @@ def test_instances_are_added_by_what_they_say(
 
 
 def test_what_cannot_be_the_use_of_a_cache_is_refused() -> None:
-    instance = {"id": "i", "model": "m", "state": "ready", "since": 1.0, "running": 1}
+    instance = {"id": "i", "model": "m", "state": "ready", "age_s": 1.0, "running": 1}
     node_status({"instances": [instance | {"kv_use": 1}]})
     for wrong in ({"kv_use": 1.1}, {"kv_use": -1}, {"prefill_tokens_per_s": float("nan")}):
         with pytest.raises(ClusterError, match="expected the status of a node, found instances"):

@@ -12,7 +12,6 @@ import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
-from medusa_cluster.controller.view import policy_state
 from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ClusterError
 from waiting import until_async
@@ -156,19 +155,10 @@ def test_a_refused_drain_is_no_event(run: Run) -> None:
     run(scenario, "a")
 
 
-@pytest.mark.parametrize("ahead_s", [-86400.0, 0.0, 86400.0])
-def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(run: Run, ahead_s: float) -> None:
+def test_an_instance_that_has_served_before_the_controller_started_is_started_again_at_once(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
-        node, status = net.nodes["a"], net.nodes["a"].status
-
-        async def by_its_own_clock(request: dict[str, Any]) -> dict[str, Any]:
-            return await status(request) | {"at": time.time() + ahead_s}
-
-        node.status = by_its_own_clock  # type: ignore[method-assign]
-        await until_async(lambda: "at" in cluster.state.nodes["a"].status)
         for name, lasted_s in (("new", 1.0), ("old", 3600.0)):
-            since = time.time() + ahead_s - lasted_s
-            node.instances[name] = {"id": name, "model": "m", "state": "ready", "since": since}
+            net.nodes["a"].instances[name] = {"id": name, "model": "m", "state": "ready", "age_s": lasted_s}
         await until_async(lambda: {"new", "old"} <= cluster.state.instances.keys())
         execution: Any = cluster.execution
         for name, failures in (("old", 0), ("new", 1)):
@@ -264,16 +254,6 @@ def test_a_node_that_left_before_it_ever_answered_is_forgotten(run: Run, monkeyp
         await until_async(lambda: "b" not in cluster.state.nodes)
         await until_async(lambda: "b" in net.forgotten)
         assert "a" in cluster.state.nodes
-
-    run(scenario, "a")
-
-
-def test_a_clock_that_was_set_back_makes_no_instance_ready_in_the_future(run: Run) -> None:
-    async def scenario(net: Net, cluster: Cluster) -> None:
-        known = cluster.state.instances["i"] = KnownInstance("i", "m", "a", "ready", time.time() + 3600)
-        view = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {})
-        assert [item.id for item in view.nodes["a"].instances] == [known.id]
-        assert view.nodes["a"].instances[0].since_s <= time.monotonic()
 
     run(scenario, "a")
 

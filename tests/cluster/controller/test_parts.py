@@ -51,11 +51,10 @@ def test_a_plan_is_waited_for_while_its_disk_gives_errors(tmp_path: Path) -> Non
 def test_loads_are_summed_and_die_with_their_gateway() -> None:
     loads = Loads()
     gateways = [
-        Gateway("a", None, 0, 10.0, {"m": {"waiting": 1, "running": 2, "longest_wait_s": 0.5}}),
+        Gateway("a", None, 10.0, {"m": {"waiting": 1, "running": 2, "longest_wait_s": 0.5}}),
         Gateway(
             "b",
             None,
-            0,
             10.0,
             {
                 "m": {
@@ -68,8 +67,8 @@ def test_loads_are_summed_and_die_with_their_gateway() -> None:
                 "n": {},
             },
         ),
-        Gateway("gone", None, 0, 5.0, {"m": {"waiting": 100}}),
-        Gateway("late", None, 0, 10.0, {"removed": {"waiting": 1}}),
+        Gateway("gone", None, 5.0, {"m": {"waiting": 100}}),
+        Gateway("late", None, 10.0, {"removed": {"waiting": 1}}),
     ]
     found = loads.summed(gateways, 10.5, ("m", "n"))
     load = found["m"]

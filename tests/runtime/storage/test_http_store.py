@@ -22,6 +22,7 @@ from medusa_runtime.errors import (
     UnreachableError,
 )
 from medusa_runtime.storage.http import wire
+from medusa_runtime.storage.http.fields import retry_after_s
 from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryLog, RetryPolicy
 from scripted_server import ScriptedServer
@@ -108,6 +109,13 @@ def test_retry_after_is_honoured(store: HttpStore, origin: Any, monkeypatch: pyt
     origin.retry_after, origin.faults["/m/w"] = "1", ["429"]
     assert fetched(store) == BODY
     assert pauses == [1.0]
+
+
+def test_a_date_to_retry_after_is_by_the_clock_of_the_server() -> None:
+    until, answered = "Sun, 06 Nov 1994 08:49:37 GMT", "Sun, 06 Nov 1994 08:49:30 GMT"
+    assert retry_after_s(until, answered, 0.0) == 7.0
+    assert retry_after_s(until, "", 784111770.0) == 7.0, "by ours, if the server has none"
+    assert retry_after_s("soon", answered, 0.0) is None
 
 
 def test_a_server_that_asks_for_more_patience_than_there_is(store: HttpStore, origin: Any) -> None:

@@ -116,7 +116,7 @@ def test_heads() -> None:
             assert name == name.lower().strip()
             assert value == value.strip(" \t")
             assert not any((ord(each) < 32 and each != "\t") or each == "\x7f" for each in name + value)
-            retry_after_s(value, 0.0)
+            retry_after_s(value, value, 0.0)
             try:
                 first, stop, size = content_range(value)
             except FieldError:
@@ -135,4 +135,4 @@ def test_regressions() -> None:
     """Dates that are none, which the calendar would raise for."""
     chance = random.Random(0)
     for day, hour in ((0, 0), (31, 99), (99, 0), *((chance.randrange(100), chance.randrange(100)) for _ in range(100))):
-        retry_after_s(f"Sun, {day:02} Feb 0000 {hour:02}:99:99 GMT", 0.0)
+        retry_after_s(f"Sun, {day:02} Feb 0000 {hour:02}:99:99 GMT", "", 0.0)

@@ -65,7 +65,7 @@ def _count(number: int, what: str) -> str:
 def table(status: dict[str, Any]) -> str:
     """Return the status as lines of text."""
     lines = [_count(len(status["nodes"]), "node")]
-    lines += [f"  {line}" for node in status["nodes"] for line in _node(node)]
+    lines += [f"  {line}" for node in status["nodes"] for line in _node(node, status["at"])]
     lines.append(_count(len(status["models"]), "model"))
     lines += [f"  {_model(model)}" for model in status["models"]]
     if status["transfers"]:
@@ -82,7 +82,7 @@ def table(status: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _node(node: dict[str, Any]) -> list[str]:
+def _node(node: dict[str, Any], now: float) -> list[str]:
     memory = f"{size(node['memory_used_bytes'])} of {size(node['memory_bytes'])}"
     link = f"link {size(node['link_bytes_per_s'])}/s"
     named = f" ({node['device_name']})" if node["device_name"] else ""
@@ -93,7 +93,7 @@ def _node(node: dict[str, Any]) -> list[str]:
         arrived = f"{size(copy['fetched_bytes'])} of {size(copy['total_bytes'])}"
         found.append(f"  copy {copy['url']}: {copy['state']}, {arrived}{pinned}")
     for instance in node["instances"]:
-        age_s = max(time.time() - instance["since"], 0)
+        age_s = max(now - instance["since"], 0)  # by the controller's clock
         helps = f", helps {instance['helps']}" if instance["helps"] else ""
         found.append(f"  instance {instance['id']}: {instance['state']} for {age_s:.0f} s{helps}")
     return found

@@ -165,20 +165,27 @@ def http_date(text: str) -> str | None:
     return text if _date(text) else None
 
 
-def retry_after_s(text: str, now: float) -> float | None:
+def retry_after_s(text: str, answered: str, now: float) -> float | None:
     """Return the seconds to wait according to a Retry-After, which is a number or a date; None if it is neither.
 
-    ``now`` is the time in seconds since the epoch.
+    A date is compared with ``answered``, the Date of the same answer, because our clock may be wrong. ``now``, in
+    seconds since the epoch, is for servers that send none.
     """
     if _NUMBER.fullmatch(text):
         return float(text)
-    moment = _date(text)
-    if not moment:
+    until, at = _moment(text), _moment(answered)
+    return None if until is None else max(until - (now if at is None else at), 0.0)
+
+
+def _moment(text: str) -> float | None:
+    """Return a date in seconds since the epoch, or None if it is not a valid one."""
+    date = _date(text)
+    if not date:
         return None
     import calendar  # 5 ms, and dates are rare here
 
     try:
-        return max(calendar.timegm(moment) - now, 0.0)
+        return float(calendar.timegm(date))
     except ValueError:  # the thirty-first of February
         return None
 

@@ -406,7 +406,8 @@ class HttpStore:
 
     @staticmethod
     def _retry_after_s(response: Response) -> float | None:
-        return retry_after_s(response.headers.get("retry-after", ""), time.time())
+        found = response.headers
+        return retry_after_s(found.get("retry-after", ""), found.get("date", ""), time.time())
 
     def lacks_bucket(self, body: bytes) -> bool:
         """Return whether, according to a 404 or 410, not only the object is missing."""
