@@ -124,6 +124,7 @@ class Turn(NamedTuple):
     order_s: float = 0.0
     starts: bool = False  # it has no instance
     is_late: bool = False  # it has waited for so long that those that start must leave it what it needs
+    left_s: float = 0.0  # until it may lose its place
 
 
 def shares(

@@ -12,6 +12,7 @@ from .claims import Claim, Shortage, bounds, needs_devices
 from .counting import RoleCount
 from .index import Index
 from .placement import Placement, is_large_enough, room_shape
+from .reservations import Reservation, Reservations
 from .scaling import Turn, shares
 from .state import Deployment, Instance, Node
 
@@ -65,7 +66,10 @@ def _divide_all(
     Returns the instances that are to give up their places, and the models for which that makes all of a place.
     """
     counts = {_name(count): count for _, cut in cuts for count, _ in cut}
-    demands = {name: count.wanted for name, count in counts.items()}
+    demands, turns = {name: count.wanted for name, count in counts.items()}, dict(turns)
+    reservations: Reservations | None = None
+    reserved: set[str] = set()  # models that have reserved a node
+    held: set[str] = set()  # instances that stay until all of a reservation can end
     in_vain: dict[str, int] = {}  # models for which there are no places, with what they would get
     for name in _beyond_minimums(cuts):
         demands[name] = 0
@@ -75,9 +79,24 @@ def _divide_all(
         shared: dict[str, int] = {}
         for capacity, cut in cuts:
             shared |= _divide({_name(count): (count, slots) for count, slots in cut}, capacity, turns)
-        given_up, given_room, found = places.given_up([(counts[name], number) for name, number in shared.items()])
+        given_up, given_room, found = places.given_up([(counts[name], number) for name, number in shared.items()], held)
         if not found:
             break
+        late = [name for name in found if turns[name].is_late and counts[name].deployment.devices > 1]
+        for name in sorted({*late} - reserved, key=lambda name: turns[name]):
+            reservations = reservations or Reservations(counts, turns, places.placement)
+            reserved.add(name)
+            reservation = places.reserve(counts[name].deployment, reservations)
+            if reservation is None:
+                continue
+            if not reservation.left_s:
+                del found[name]
+            for other, instance in reservation.ends:
+                if reservation.left_s:
+                    held.add(instance.id)
+                    turns[other] = Turn(left_s=turns[other].left_s)
+                else:
+                    demands[other] = min(demands[other], counts[other].current) - 1
         in_vain.update(found)
     for name, wanted in in_vain.items():  # it starts as soon as there is a place, and others may make room for it
         if counts[name].wanted == counts[name].current:
@@ -118,7 +137,8 @@ class _Places:
 
     def __init__(self, index: Index, placement: Placement, lacking: Container[str]) -> None:
         self._lacking = lacking
-        self._placement, self._nodes, self._shapes = placement, placement.nodes, index.shapes
+        self.placement = self._placement = placement
+        self._nodes, self._shapes = placement.nodes, index.shapes
         emptying = {
             name
             for name, node in placement.nodes.items()
@@ -129,7 +149,7 @@ class _Places:
         self._none_free: dict[tuple[Any, ...], int] = {}  # need → bytes of the smallest model without a place
 
     def given_up(
-        self, shared: Sequence[tuple[RoleCount, int]]
+        self, shared: Sequence[tuple[RoleCount, int]], held: Container[str]
     ) -> tuple[frozenset[str], frozenset[str], dict[str, int]]:
         """Return the instances whose places others need, and the models for which that makes all of a place.
 
@@ -138,7 +158,7 @@ class _Places:
         losing = _Losing()
         for count, number in shared:
             if number < count.current:
-                losing.add(count, number)
+                losing.add(count, number, held)
         by_shape = self._by_shape(losing.on_nodes)
         chosen: set[str] = set()
         given_room: set[str] = set()
@@ -161,6 +181,13 @@ class _Places:
                 for name in losing.end(ends):
                     del by_shape[room_shape(self._nodes[name])][name]
         return frozenset(chosen), frozenset(given_room), in_vain
+
+    def reserve(self, deployment: Deployment, reservations: Reservations) -> Reservation | None:
+        """Reserve a node for a model of several accelerators."""
+        need = *self._need(deployment), deployment.size_bytes
+        return reservations.reserve(
+            deployment, need, lambda: self._suitable(deployment, self._by_shape(reservations.on_nodes))
+        )
 
     def _need(self, deployment: Deployment) -> tuple[Any, ...]:
         """Return what decides, beside the size, on whether there is a place. A larger model never has more of them."""
@@ -217,11 +244,13 @@ class _Losing:
         self._instances: dict[str, dict[str, Instance]] = {}  # count → those that may end
         self._surplus: dict[str, int] = {}  # count → how many end
 
-    def add(self, count: RoleCount, number: int) -> None:
-        """Add a model that has so many instances in the end."""
+    def add(self, count: RoleCount, number: int, held: Container[str]) -> None:
+        """Add a model that has so many instances in the end. Those that are ``held`` do not end."""
         name = _name(count)
         self._surplus[name] = count.current - number
-        self._instances[name] = {one.id: one for one in count.instances if one.group is None or not number}
+        self._instances[name] = {
+            one.id: one for one in count.instances if (one.group is None or not number) and one.id not in held
+        }
         for instance in self._instances[name].values():
             self.on_nodes[instance.node][instance.id] = name
 

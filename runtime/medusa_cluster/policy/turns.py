@@ -31,7 +31,8 @@ def turn(count: RoleCount, load: Load, now_s: float, turn_s: float | None = TURN
         return Turn(4)
     ready = (instance.since_s for instance in count.instances if instance.state == "ready" and instance.full)
     served_s = now_s - min(ready, default=now_s)
-    return Turn(0 if served_s < max(turn_s, _STARTS * start_s) * deployment.weight else 2, served_s)
+    left_s = max(turn_s, _STARTS * start_s) * deployment.weight - served_s
+    return Turn(0 if left_s > 0 else 2, served_s, left_s=max(left_s, 0.0))
 
 
 __all__ = ["TURN_S", "turn"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,22 +24,23 @@ class Busy:
     served: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     longest: dict[str, float] = field(default_factory=dict)
+    tick_s: float = TICK_S
 
-    def run(self, seconds: float, names: str | None = None) -> None:
+    def run(self, seconds: float, names: Iterable[str] | None = None) -> None:
         """Let time pass, in which only the models of these names have requests."""
-        for _ in range(round(seconds / TICK_S)):
+        for _ in range(round(seconds / self.tick_s)):
             for name in names or self.cluster.deployments:
                 serves = bool(self.cluster.instances(name))
-                self.waited[name] = 0.0 if serves else self.waited.get(name, 0.0) + TICK_S
+                self.waited[name] = 0.0 if serves else self.waited.get(name, 0.0) + self.tick_s
                 self.longest[name] = max(self.longest.get(name, 0.0), self.waited[name])
-                self.served[name] = self.served.get(name, 0.0) + TICK_S * serves
+                self.served[name] = self.served.get(name, 0.0) + self.tick_s * serves
                 self.cluster.loads[name] = Load(
                     0 if serves else 3,
                     3 if serves else 0,
                     longest_wait_s=self.waited[name],
                     last_request_s=self.cluster.now_s,
                 )
-            self.cluster.tick(TICK_S)
+            self.cluster.tick(self.tick_s)
 
 
 @pytest.mark.parametrize(("models", "machines"), [("ab", 1), ("abc", 1), ("abcde", 3)])
@@ -71,6 +74,25 @@ def test_a_model_of_several_gpus_has_its_turn_where_others_end_one_at_a_time() -
         busy.run(TURN_S / 4, "abcd"[:number])
     busy.run(600)
     assert max(busy.longest.values()) < 3 * TURN_S, busy.longest
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_model_waits_for_long_because_it_needs_several_gpus_of_one_node(seed: int) -> None:
+    """Up to 16 nodes of several sizes, and models that want up to twice as many GPUs as there are."""
+    drawn = random.Random(seed)
+    sizes = drawn.choice([(2,), (4,), (8,), (2, 4), (4, 8)])
+    machines = [replace(node, devices=drawn.choice(sizes)) for node in nodes(drawn.randint(4, 16))]
+    most = max(node.devices for node in machines)
+    least, models = drawn.uniform(1.1, 2.0) * sum(node.devices for node in machines), list[Deployment]()
+    while sum(each.devices for each in models) < least:
+        devices = min(drawn.choice([1, 1, 1, 1, 2, 4, most]), most)
+        models.insert(drawn.randint(0, len(models)), model(f"m{len(models)}", MB, devices=devices, max=1))
+    busy = Busy(ClusterModel(machines, models), tick_s=0.5)
+    for number in range(5):  # so that their turns do not end together
+        busy.run(8, [each.name for each in models[number::5]])
+    busy.run(300)
+    assert max(busy.longest.values()) < 3 * TURN_S, busy.longest
+    assert min(busy.served.values()) > 2 * TURN_S, busy.served
 
 
 def test_a_model_that_no_turn_of_others_can_make_room_for_takes_no_turn_from_them() -> None:
