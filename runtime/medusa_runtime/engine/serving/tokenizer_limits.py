@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,11 @@ _MOST_GROWTH = 64  # of a text by all replacements, one after the other; those o
 _MOST_WORD = 1000  # characters; BERT has 100, and the time grows with their cube
 _MOST_PIECES = 10_000  # that are added to each text
 _MOST_ADDED = 1000  # characters before each text
-_SYNTAX = frozenset("\\^$.|?*+()[]{}")  # characters with a meaning of their own in a regular expression
+_MOST_PIECE = 128  # characters of a piece of Unigram; the time for a text grows with the longest, which have 16
+# An atom of a regular expression and how often it is repeated. A group is known by its bracket.
+_ATOM = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\[\]\\])*\]|.)((?:\{[^}]*\}|[?*+])*)", re.DOTALL)
+_SYNTAX = frozenset("\\|^$.?*+)]{}")  # atoms that stand for other characters than themselves, or for none
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | dict.fromkeys("dDwWsSbB", ".")
 
 
 def check_limits(tokenizer: Any) -> None:
@@ -27,6 +32,10 @@ def check_limits(tokenizer: Any) -> None:
     longest = getattr(tokenizer.model, "max_input_chars_per_word", 0)
     if longest > _MOST_WORD:
         raise _error(f"max_input_chars_per_word of at most {_MOST_WORD}", "model")
+    if type(tokenizer.model).__name__ == "Unigram":
+        longest = max(map(len, tokenizer.get_vocab(with_added_tokens=False)), default=0)
+        if longest > _MOST_PIECE:
+            raise _error(f"pieces of at most {_MOST_PIECE} characters", "model")
     for part in _parts(_described(tokenizer.post_processor)):
         if _added(part) > _MOST_PIECES:
             raise _error(f"at most {_MOST_PIECES} tokens to add to a text", "post_processor")
@@ -57,15 +66,34 @@ def _growth(parts: list[dict[str, Any]]) -> int:
         if part.get("type") != "Replace":
             continue
         content, text = part["content"], part["pattern"].get("String")
-        regex = part["pattern"].get("Regex")
-        if regex and not set(regex) & _SYNTAX:
-            text = regex  # matches only itself
-        if text and not set(text) <= written:  # each match has a character of the text itself
+        needed = [set(text)] if text is not None else _needed(part["pattern"]["Regex"])
+        if needed and all(one - written for one in needed):  # each match has a character of the text itself
             growth = max(growth, len(content))
         else:
             growth *= max(1, len(content) + (text is None and len(content) > 1))  # it may match where nothing is
         written |= set(content)
     return growth
+
+
+def _needed(regex: str) -> list[set[str]]:
+    """Return, for each alternative of a regular expression, characters that each match of it has; [] if unknown.
+
+    Of an alternative with a group, only what stands before the group counts. One that begins inside of a group is
+    listed, too, which makes the answer no less certain.
+    """
+    if "(?" in regex.replace("(?:", ""):  # a repetition behind a comment is of what stands before it
+        return []
+    found, in_group = [set[str]()], False
+    for atom, repeated in _ATOM.findall(regex):
+        escaped = atom[1:] if atom[0] == "\\" else ""
+        if atom == "[" or (escaped.isalnum() and escaped not in _ESCAPES):  # a nested class, or what we do not know
+            return []
+        if atom == "|":
+            found.append(set())
+        in_group = atom == "(" or (in_group and atom != "|")
+        if not in_group and not repeated.strip("+") and (escaped or len(atom) == 1):
+            found[-1] |= set(_ESCAPES.get(escaped, escaped) or atom) - _SYNTAX
+    return found
 
 
 def _longest_mapped(charsmap: str) -> int:
