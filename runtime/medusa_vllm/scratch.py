@@ -12,24 +12,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Goes on when the other end of its standard input is closed: this process has closed its guard, or has died.
-# Python's resource trackers are killed last. They remove the names in /dev/shm of the processes that are killed first.
+# A group's shared memory is found by the inodes that its processes have mapped, because the process that makes a
+# semaphore has mapped it under another name. Python's resource tracker would remove the names, too, but it is one of
+# the group, and gets no CPU in time on a busy machine. Stopped processes make no further names.
 _GUARD = """
+collect() {
+    for process in /proc/[0-9]*; do
+        stat=
+        read -r stat < "$process/stat"
+        set -- ${stat##*) }
+        [ "$3" = "$group" ] && inodes="$inodes $(sed -n 's|^.* \\([0-9][0-9]*\\)  */dev/shm/.*|\\1|p' "$process/maps")"
+    done
+}
 read -r group && read -r _
 if [ -n "$group" ]; then
+    collect
     kill -s TERM -- "-$group"
     for _ in 1 2 3; do kill -s 0 -- "-$group" || break; sleep 1; done
-    for process in /proc/[0-9]*; do
-        stat= command=
-        read -r stat < "$process/stat"
-        read -r command < "$process/cmdline"
-        set -- ${stat##*) }
-        case "$3 $command" in
-            "$group "*"resource_tracker import"*) ;;
-            "$group "*) kill -s KILL "${process#/proc/}" ;;
-        esac
-    done
-    for _ in 1 2 3; do kill -s 0 -- "-$group" || break; sleep 1; done
+    kill -s STOP -- "-$group"
+    collect
     kill -s KILL -- "-$group"
+    for inode in $(printf '%s\\n' $inodes | sort -u); do
+        find /dev/shm -maxdepth 1 -inum "$inode" \\( -name 'psm_*' -o -name 'sem.mp-*' \\) -exec rm -f -- {} +
+    done
 fi 2>/dev/null
 exec rm -rf -- "$0"
 """
@@ -49,7 +54,10 @@ class Guard:
             self._process = None
 
     def end_group(self, leader: int) -> None:
-        """Have what is left of a process group ended first: SIGTERM, and SIGKILL after three seconds."""
+        """Have what is left of a process group ended first: SIGTERM, and SIGKILL after three seconds.
+
+        The names of its shared memory are removed, too.
+        """
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):  # somebody has ended it
                 self._process.stdin.write(b"%d\n" % leader)
