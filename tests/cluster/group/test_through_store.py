@@ -26,14 +26,6 @@ from waiting import until
 GROUP = 77
 
 
-@pytest.fixture(params=["folder", "fsspec"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "folder":
-        return str(tmp_path / "shared")
-    pytest.importorskip("fsspec")
-    return f"memory://{tmp_path}"
-
-
 @pytest.fixture(params=["plain", "encrypted"])
 def pair(request: pytest.FixtureRequest, place: str) -> Iterator[tuple[TcpChannel, TcpChannel]]:
     files = request.getfixturevalue("certificates") if request.param == "encrypted" else ()
@@ -181,12 +173,17 @@ def test_a_mailbox_shows_whole_objects_or_none(place: str) -> None:
     box: Mailbox = open_mailbox(place)
     assert (box.get("a/1"), box.has("a/1"), box.names("a")) == (None, False, [])
     box.put("a/1", b"one")
-    box.put("a/2", b"")
-    assert (box.get("a/1"), box.get("a/2"), sorted(box.names("a"))) == (b"one", b"", ["1", "2"])
+    box.put("a/2", b"two")
+    box.put("b/3", b"three")
+    assert (box.get("a/1"), box.get("a/2"), sorted(box.names("a"))) == (b"one", b"two", ["1", "2"])
+    assert sorted(box.names("")) == ["a", "b"]
     assert box.has("a/2")
     box.delete("a/1")
     box.delete("a/1")
     assert (box.get("a/1"), box.names("a")) == (None, ["2"])
+    for _ in range(2):
+        box.clear("a")
+        assert (box.names("a"), box.names("")) == ([], ["b"])
 
 
 def test_places_in_stores_and_bad_ones(tmp_path: Path) -> None:
@@ -196,12 +193,12 @@ def test_places_in_stores_and_bad_ones(tmp_path: Path) -> None:
         False,
         False,
     ]
-    assert isinstance(open_mailbox(f"file://{tmp_path}"), FolderMailbox)
+    assert isinstance(open_mailbox(f"file://{tmp_path}")._inner, FolderMailbox)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EngineError, match="could not be written"):
         connect_through_store(str(tmp_path / "file"))
     pytest.importorskip("fsspec")
-    assert isinstance(open_mailbox("memory://x"), FsspecMailbox)
+    assert isinstance(open_mailbox("memory://x")._inner, FsspecMailbox)
     with pytest.raises(MissingPackageError, match="cannot be written to"):
         open_mailbox("no-such-store://x")
     plan = {"group": "g", "token": "t", "rank": 1, "size": 2, "leader": "/mnt/g/"}

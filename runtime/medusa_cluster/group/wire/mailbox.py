@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from medusa_runtime.errors import EngineError, MissingPackageError
+from medusa_runtime.resource_limits import as_limit_error
 from medusa_runtime.storage.base import redacted, scheme_of
+from medusa_runtime.storage.retry import NoAnswerError, call_within
+
+T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES = 8 << 20
+_ANSWER_S = 10.0  # the time limit of one call
 
 
 class Mailbox(Protocol):
     """Named objects. Names are paths relative to the folder. All calls are thread-safe and raise EngineError."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object. Others see it whole or not at all."""
+        """Write an object, which must not be empty. Others see it whole or not at all."""
 
     def get(self, name: str) -> bytes | None:
         """Read an object, or return None if it is not there. It is an error if it is larger than any of ours."""
@@ -31,15 +38,56 @@ class Mailbox(Protocol):
     def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
 
+    def clear(self, folder: str) -> None:
+        """Remove a folder with all objects below it, if it is there."""
+
     def names(self, folder: str) -> list[str]:
-        """List the objects directly below a folder, by their names in it."""
+        """List the objects and folders directly below a folder, by their names in it."""
 
 
-def open_mailbox(url: str) -> Mailbox:
+def open_mailbox(url: str) -> BoundedMailbox:
     """Open a folder for objects: a path, or a URL of a store that fsspec can write to.
 
-    Raises MissingPackageError, which says what to install.
+    Raises MissingPackageError, which says what to install, and EngineError.
     """
+    return BoundedMailbox(url)
+
+
+class BoundedMailbox:
+    """A mailbox whose calls raise EngineError when the store has not answered for ten seconds."""
+
+    def __init__(self, url: str) -> None:
+        self._shown = redacted(url)
+        self._inner = self._within(lambda: _unbounded(url))
+
+    def put(self, name: str, data: bytes) -> None:
+        self._within(lambda: self._inner.put(name, data))
+
+    def get(self, name: str) -> bytes | None:
+        return self._within(lambda: self._inner.get(name))
+
+    def has(self, name: str) -> bool:
+        return self._within(lambda: self._inner.has(name))
+
+    def delete(self, name: str) -> None:
+        self._within(lambda: self._inner.delete(name))
+
+    def clear(self, folder: str) -> None:
+        self._within(lambda: self._inner.clear(folder))
+
+    def names(self, folder: str) -> list[str]:
+        return self._within(lambda: self._inner.names(folder))
+
+    def _within(self, call: Callable[[], T]) -> T:
+        try:
+            return call_within(_ANSWER_S, call)
+        except NoAnswerError:
+            raise EngineError(f"{self._shown}: the store has not answered within {_ANSWER_S:g} s") from None
+        except RuntimeError as error:  # there is no room for a thread
+            raise EngineError(f"{self._shown} cannot be reached: {as_limit_error(error) or error}") from None
+
+
+def _unbounded(url: str) -> Mailbox:
     scheme = scheme_of(url)
     if scheme in ("", "file"):
         return FolderMailbox(Path(unquote(urlsplit(url).path) if scheme else url))
@@ -87,6 +135,9 @@ class FolderMailbox:
         with suppress(OSError):
             (self._folder / name).unlink()
 
+    def clear(self, folder: str) -> None:
+        shutil.rmtree(self._folder / folder, ignore_errors=True)
+
     def names(self, folder: str) -> list[str]:
         try:
             return [name for name in os.listdir(self._folder / folder) if not name.startswith(".")]
@@ -121,7 +172,7 @@ class FsspecMailbox:
 
     def get(self, name: str) -> bytes | None:
         try:
-            data = bytes(self._store.cat_file(f"{self._root}/{name}"))
+            data = bytes(self._store.cat_file(f"{self._root}/{name}", start=0, end=LARGEST_OBJECT_BYTES + 1))
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001  each store has errors of its own
@@ -141,9 +192,13 @@ class FsspecMailbox:
         with suppress(Exception):
             self._store.rm_file(f"{self._root}/{name}")
 
+    def clear(self, folder: str) -> None:
+        with suppress(Exception):
+            self._store.rm(f"{self._root}/{folder}", recursive=True)
+
     def names(self, folder: str) -> list[str]:
         try:
-            found = self._store.ls(f"{self._root}/{folder}", detail=False)
+            found = self._store.ls(f"{self._root}/{folder}".rstrip("/"), detail=False)
         except FileNotFoundError:
             return []
         except Exception as error:  # noqa: BLE001  each store has errors of its own
@@ -157,4 +212,4 @@ def _bounded(data: bytes, shown: str) -> bytes:
     return data
 
 
-__all__ = ["LARGEST_OBJECT_BYTES", "FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]
+__all__ = ["LARGEST_OBJECT_BYTES", "BoundedMailbox", "FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]
