@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
+from medusa_runtime.compiled_library import LIBRARY
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
@@ -149,7 +149,9 @@ class NativeKernels:
     """
 
     def __init__(self, instruction_set: int, path: Path | None = None, *, bf16_dots: bool = False) -> None:
-        path = path or Path(__file__).with_name(LIBRARY_NAME)
+        from medusa_runtime.kernels.build import INTERFACE  # here: `python -m` warns of a module that is imported
+
+        path = path or LIBRARY
         try:
             library = ctypes.CDLL(str(path))
             if (found := library.medusa_interface()) != INTERFACE:

@@ -354,6 +354,13 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_that_builds_says_nothing_else() -> None:
+    command = [sys.executable, "-m", "medusa_runtime.kernels.build"]
+    result = subprocess.run(command, env={**os.environ, "CC": "no-such-compiler"}, capture_output=True, text=True)
+    assert "no-such-compiler" in result.stderr
+    assert "RuntimeWarning" not in result.stderr
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
 def test_no_product_of_another_dtype_is_ours(dtype: torch.dtype) -> None:
     assert not kernels.has_native_products(dtype)
