@@ -21,7 +21,7 @@ from .credentials import credentials_hint, google_options
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within, with_retries
 
 T = TypeVar("T")
-_OPERATION_S = 60.0  # the time limit of one operation; a piece of 4 MiB then comes at 70 KB/s or more
+_PIECE_S = 60.0  # the time limit for a piece of 4 MiB, which then comes at 70 KB/s or more
 _VERSION_KEYS = (
     "ETag",
     "etag",
@@ -51,13 +51,14 @@ class FsspecStore:
     reuses_buffer = False
     interruptible = False
 
-    def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.retries = retries or RetryPolicy()
+        self.retries = RetryPolicy()
         try:
-            import fsspec  # 0.05 to 0.5 s, because url_to_fs imports the scheme's own package
+            import fsspec
 
-            self._system, self._root = _limited(lambda: fsspec.core.url_to_fs(url, **_options(scheme_of(url))))
+            fsspec.get_filesystem_class(scheme_of(url))  # imports the scheme's own package, in 0.05 to 0.5 s
+            self._system, self._root = self._answered(lambda: fsspec.core.url_to_fs(url, **_options(scheme_of(url))))
             _leave_retries_to_us(self._system)
         except ImportError as error:
             raise self._missing(error) from None
@@ -65,10 +66,14 @@ class FsspecStore:
             hint = credentials_hint(scheme_of(url))
             expected = f"; expected credentials{hint}" if hint else ""
             raise StorageError(f"{redacted(url)} cannot be opened: {error}{expected}") from None
-        except NoAnswerError:  # some file systems connect at once
-            raise UnreachableError(f"{redacted(url)}: no answer within {_OPERATION_S:g} s") from None
+        except NoAnswerError as error:  # some file systems connect at once
+            raise UnreachableError(f"{redacted(url)}: {error}; {self._network_hint()}") from None
         except OSError as error:
             raise UnreachableError(f"{redacted(url)}: cannot be reached: {error.strerror or error}") from None
+
+    def _answered(self, operation: Callable[[], T]) -> T:
+        """Return the answer to a short question. Raises NoAnswerError: many file systems have no time limit."""
+        return call_within(self.retries.stall_s, operation)
 
     def _missing(self, error: ImportError) -> MissingPackageError:
         scheme = scheme_of(self.url)
@@ -93,7 +98,7 @@ class FsspecStore:
                 f"{credentials_hint(scheme_of(self.url))}{self._token_hint()}"
             )
         if isinstance(error, NoAnswerError):
-            return TransientError(UnreachableError(f"{name}: no answer within {_OPERATION_S:g} s"))
+            return TransientError(UnreachableError(f"{name}: {error}; {self._network_hint()}"))
         if _is_unreachable(error):
             return TransientError(
                 UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {self._network_hint()}")
@@ -123,7 +128,7 @@ class FsspecStore:
 
     def _stat_once(self, key: str) -> ObjectInfo:
         try:
-            info: dict[str, Any] = _limited(lambda: self._system.info(self._path(key)))
+            info: dict[str, Any] = self._answered(lambda: self._system.info(self._path(key)))
         except Exception as error:  # noqa: BLE001  each file system has errors of its own
             raise self._translated(key, error) from None
         if info.get("type") == "directory":
@@ -162,7 +167,7 @@ class FsspecStore:
 
     def _range_once(self, key: str, start: int, stop: int) -> bytes:
         try:
-            data: bytes = _limited(lambda: self._system.cat_file(self._path(key), start=start, end=stop))
+            data: bytes = call_within(_PIECE_S, lambda: self._system.cat_file(self._path(key), start=start, end=stop))
         except Exception as error:  # noqa: BLE001
             raise self._translated(key, error) from None
         if len(data) != stop - start:
@@ -209,11 +214,6 @@ def _leave_retries_to_us(system: Any) -> None:
     once = getattr(getattr(type(system), "_request", None), "__wrapped__", None)
     if once is not None:
         system._request = once.__get__(system)
-
-
-def _limited(operation: Callable[[], T]) -> T:
-    """Return what an operation returns. Raises NoAnswerError if it hangs: many file systems have no time limit."""
-    return call_within(_OPERATION_S, operation)
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -55,7 +55,7 @@ class TransientError(Exception):
 
 
 class NoAnswerError(Exception):
-    """A call has not returned within its time limit."""
+    """A call has not returned within its time limit, which the message names."""
 
 
 def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
@@ -80,7 +80,7 @@ def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
     except TimeoutError:
         if found.done():
             raise
-        raise NoAnswerError from None
+        raise NoAnswerError(f"no answer within {timeout_s:g} s") from None
 
 
 class RetryLog:

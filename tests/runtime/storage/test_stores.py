@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,13 +132,25 @@ def test_a_change_during_a_read_is_seen(
 def test_a_file_system_that_hangs_is_given_up(
     store: Store, memory: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("medusa_runtime.storage.fsspec_store._OPERATION_S", 0.1)
+    monkeypatch.setattr("medusa_runtime.storage.fsspec_store._PIECE_S", 0.1)
     hanging = threading.Event()
     monkeypatch.setattr(type(memory), method, lambda *_, **__: hanging.wait())
-    monkeypatch.setattr(store, "retries", RetryPolicy(unreachable_attempts=2, first_pause_s=0.01))
+    monkeypatch.setattr(store, "retries", RetryPolicy(unreachable_attempts=2, first_pause_s=0.01, stall_s=0.1))
     with pytest.raises(UnreachableError, match=r"no answer within 0\.1 s.*tried 2 times"):
         store.read("w", 0, 10)
     hanging.set()
+
+
+def test_a_server_that_never_answers_is_given_up_as_soon_as_by_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("fsspec", "requests"):
+        pytest.importorskip(package)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = open_store(f"webhdfs://127.0.0.1:{silent.getsockname()[1]}/m")
+        assert isinstance(store, FsspecStore)
+        assert store.retries == RetryPolicy()
+        store.retries = RetryPolicy(stall_s=0.5, patience_s=1.0)  # in proportion
+        with pytest.raises(UnreachableError, match=r"/m/w: no answer within 0.5 s; .* \(tried 2 times\)"):
+            store.stat("w")
 
 
 def test_only_local_files_can_be_mapped(store: Store) -> None:
