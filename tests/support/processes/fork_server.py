@@ -55,7 +55,7 @@ OF_CLUSTERS = (
 
 
 class ForkServer:
-    """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path here.
+    """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path in tests.
 
     ``folders`` have further modules, as for a script the folder that it is in. The server ends with the test's process,
     and what it has forked ends with it.
@@ -65,7 +65,8 @@ class ForkServer:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         command = [sys.executable, __file__, str(number), *modules]
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))), "PYTHONUNBUFFERED": "1"}
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", *folders)))
+        environ = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         ours = os.getpid()
         self._process = subprocess.Popen(
             command,
