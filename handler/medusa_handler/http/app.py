@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - werkzeug encodes each request's host by it, also after a handler's setuid
 import logging
 import os
 import re
