@@ -20,7 +20,7 @@ from medusa_runtime.storage.base import redacted
 
 _SCHEDULER_CLOCK = 2
 _GONE_S = 10.0  # from SIGKILL to the end
-_LEAVE_S = 1.0  # for descendants of a process that has ended, some of which remove its temporary files
+_LEAVE_S = 15.0  # for descendants of a process that has ended, some of which remove its files and shared memory
 _LAST_WORDS_S = 5.0  # from a connection's end to that of the process, which says why
 _SHOWN_CHARACTERS = 1500
 
