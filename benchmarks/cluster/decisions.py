@@ -1,4 +1,4 @@
-"""The time that the policy takes for a multicast to 1,000 devices, and for each kind of decision with 10,000 nodes."""
+"""The time that the policy takes for a multicast to 1,000 devices, and for decisions with 10,000 nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from benchmarks.result_row import row
 
 _DEVICES, _LAYERS = 1000, 80
 _NODES, _MODELS = 10_000, 1000
+_WAITING = 300  # models
 _SIZE = 16_000_000_000
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Measure the rows ``planner`` and ``decisions``.
+    """Measure the rows ``planner``, ``decisions`` and ``crowded``.
 
     The metric ``ms`` of ``decisions`` is the slowest decision of each run. Each kind of decision also has a metric.
     """
@@ -34,6 +35,8 @@ def rows(options: Options) -> list[dict[str, Any]]:
         found.append(row("decisions", "ms", "ms", [max(run.values()) for run in runs]))
         for name in runs[0]:
             found.append(row("decisions", f"{name}_ms", "ms", [run[name] for run in runs]))
+    if options.wants("crowded"):
+        found.append(row("crowded", "ms", "ms", [crowded(_NODES, _WAITING) for _ in range(options.runs)]))
     return found
 
 
@@ -111,6 +114,27 @@ def cluster(nodes: int, models: int) -> ClusterState:
             load = loads.get(name, Load())
             loads[name] = replace(load, running=load.running + 6, last_request_s=1000.0)
     return ClusterState(made, deployments, loads)
+
+
+def crowded(nodes: int, waiting: int) -> float:
+    """Return the milliseconds of a decision where each node's one device is taken, and other models wait for it."""
+    deployments: dict[str, Deployment] = {}
+    made, loads = {}, {}
+    for number, node in enumerate(_nodes(nodes)):
+        name = f"m{number}"
+        deployments[name] = Deployment(name, f"s3://{name}", size_bytes=_SIZE + number, concurrency=8)
+        copies = (Copy(f"s3://{name}", _SIZE + number, _SIZE + number, pinned=True),)
+        instances = (Instance(f"i{number}", name, node.name, "ready", 990.0 - number % 60, running=2),)
+        made[node.name] = replace(node, copies=copies, instances=instances, device_bytes=80 * 10**9)
+        loads[name] = Load(running=2, last_request_s=1000.0)
+    for number in range(nodes, nodes + waiting):
+        name = f"m{number}"
+        deployments[name] = Deployment(name, f"s3://{name}", size_bytes=_SIZE + number, concurrency=8)
+        loads[name] = Load(3, longest_wait_s=float(number % 60), last_request_s=1000.0)
+    state, memory, options = ClusterState(made, deployments, loads), Memory(), PolicyOptions(pool=False, live=True)
+    for now_s in (1000.0, 1000.2):
+        _, memory = decide(state, now_s, memory, options)
+    return _timed(lambda: decide(state, 1000.4, memory, options))
 
 
 def _again(node: Node) -> Node:

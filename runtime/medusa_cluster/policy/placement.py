@@ -15,7 +15,7 @@ from .accelerators import left_over, needed_bytes
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
 from .pool import evict, is_current, room
-from .rivals import Rival, rivals
+from .rivals import Needs, Rival
 from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode
 from .state import Deployment, FreeDevice, Node
 
@@ -67,6 +67,8 @@ class Placement:
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
     _rivals_of: dict[tuple[int, int, str], list[Rival]] = field(default_factory=dict)
+    _needs: Needs | None = None
+    _with_devices: dict[str, list[Node]] = field(default_factory=dict)  # kind → nodes with accelerators, or all
     _costs_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _rooms: defaultdict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _most_room: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -222,7 +224,11 @@ class Placement:
         """Return the nodes that are alive; if it computes on several accelerators, those that have some."""
         if deployment.devices == 1:
             return self._alive
-        return [node for node in self._alive if node.devices and _is_kind(node, deployment)] or self._alive
+        found = self._with_devices.get(deployment.device_kind)
+        if found is None:
+            found = [node for node in self._alive if node.devices and _is_kind(node, deployment)] or self._alive
+            self._with_devices[deployment.device_kind] = found
+        return found
 
     def may_start(self, deployment: Deployment) -> bool:
         """Return whether an instance could start somewhere if all others ended. Other programs may have the room."""
@@ -301,7 +307,9 @@ class Placement:
         if key not in self._rivals_of:
             sizes = [size for size, count in self.index.sizes.items() if count > 0]
             alike = len(sizes) <= 1 and self.most_devices <= deployment.devices
-            self._rivals_of[key] = [] if alike else rivals(deployment, self.deployments, sizes)
+            if not alike:
+                self._needs = self._needs or Needs(self.deployments, sizes)
+            self._rivals_of[key] = [] if self._needs is None else self._needs.rivals(deployment)
         return self._rivals_of[key]
 
     def _costs(self, name: str, deployment: Deployment) -> int:

@@ -8,10 +8,11 @@ after its turn, until it can all end at once. That is how backfilling batch sche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..deployment import Device
 from .counting import RoleCount
-from .placement import Placement
+from .placement import Placement, room_shape
 from .scaling import Turn
 from .state import Deployment, Instance, Node
 
@@ -29,7 +30,7 @@ class Reservations:
     def __init__(self, counts: Mapping[str, RoleCount], turns: Mapping[str, Turn], placement: Placement) -> None:
         self._placement = placement
         self._taken: set[str] = set()
-        self._soonest: dict[tuple[Any, ...], list[tuple[float, int, str, Reservation]]] = {}  # need → the last is next
+        self._soonest: dict[tuple[Device, int], dict[object, list[tuple[float, int, str]]]] = {}  # need → shape → nodes
         self.on_nodes: dict[str, list[tuple[float, str, Instance]]] = {}  # what may end, the first turns first
         for name, count in counts.items():
             for left_s, instance in _ends(count, turns[name]):
@@ -38,22 +39,48 @@ class Reservations:
             ends.sort(key=lambda end: (end[0], end[1], end[2].id))
 
     def reserve(
-        self, deployment: Deployment, need: tuple[Any, ...], suitable: Callable[[], Iterable[Node]]
+        self, deployment: Deployment, suits: Callable[[Node], bool], can_keep: Callable[[Node], bool]
     ) -> Reservation | None:
         """Reserve the node where a place is there first. None if there is none.
 
-        ``suitable`` returns the nodes of ``on_nodes`` on which a model with this ``need`` has room when they are empty.
+        ``suits`` says whether the model has room on nodes of a shape while they are empty, and ``can_keep`` whether a
+        node's memory is large enough.
         """
-        if need not in self._soonest:
-            found = ((node, self._on(node, deployment)) for node in suitable())
-            able = [(one.left_s, len(one.ends), node.name, one) for node, one in found if one is not None]
-            self._soonest[need] = sorted(able, key=lambda one: one[:3], reverse=True)
-        while self._soonest[need]:
-            _, _, name, reservation = self._soonest[need].pop()
-            if name not in self._taken:
-                self._taken.add(name)
-                return reservation
-        return None
+        best: tuple[float, int, str, Reservation] | None = None
+        for ones in self._nodes_by_shape(deployment).values():
+            if not suits(self._placement.nodes[ones[0][2]]):
+                continue
+            for left_s, number, name in ones:
+                if best is not None and (left_s, number, name) >= best[:3]:
+                    break
+                node = self._placement.nodes[name]
+                if name in self._taken or not can_keep(node):
+                    continue
+                if (found := self._on(node, deployment)) is not None:
+                    best = left_s, number, name, found
+                    break
+        if best is None:
+            return None
+        self._taken.add(best[2])
+        return best[3]
+
+    def _nodes_by_shape(self, deployment: Deployment) -> dict[object, list[tuple[float, int, str]]]:
+        """Return where a place may be, and when, if all free accelerators have room: for all models of this many."""
+        key = deployment.device, deployment.devices
+        if key not in self._soonest:
+            by_shape = self._soonest[key] = {}
+            for name, ends in self.on_nodes.items():
+                node, left, number = self._placement.nodes[name], 0.0, 0
+                lacking = self._placement.slots(name, deployment) - self._placement.free_slots(name, deployment.device)
+                for left_s, _, instance in ends:
+                    if lacking <= 0:
+                        break
+                    lacking, left, number = lacking - instance.slots, left_s, number + 1
+                if lacking <= node.returning:
+                    by_shape.setdefault(room_shape(node), []).append((left, number, name))
+            for ones in by_shape.values():
+                ones.sort()
+        return self._soonest[key]
 
     def _on(self, node: Node, deployment: Deployment) -> Reservation | None:
         on_device = node.computes_on_device(deployment.device)

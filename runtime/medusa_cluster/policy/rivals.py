@@ -26,23 +26,30 @@ class Rival(NamedTuple):
         return sum(one.free_bytes >= self.least_bytes for one in free) // self.devices
 
 
-def rivals(deployment: Deployment, deployments: Mapping[str, Deployment], sizes: Collection[int]) -> list[Rival]:
-    """Return what the models need that need more than a deployment does.
+class Needs:
+    """The needs of all models, counted once. Those that the same accelerators meet count as one.
 
-    ``sizes`` are those of the cluster's accelerators. Needs that the same accelerators meet count as one.
+    ``sizes`` are those of the cluster's accelerators.
     """
-    ordered = sorted(set(sizes))
-    own = bisect_left(ordered, needed_bytes(deployment))
-    found: dict[tuple[int, int, str], int] = {}
-    for other in deployments.values():
-        needed, kind = needed_bytes(other), other.device_kind
-        size = bisect_left(ordered, needed)
-        if other.device == "cpu" or (kind and deployment.device_kind not in ("", kind)):
-            continue
-        if (size > own and size < len(ordered)) or other.devices > deployment.devices:
-            key = (other.devices, size, kind)
-            found[key] = min(found.get(key, needed), needed)
-    return [Rival(devices, needed, kind) for (devices, _, kind), needed in sorted(found.items())]
+
+    def __init__(self, deployments: Mapping[str, Deployment], sizes: Collection[int]) -> None:
+        self._sizes = sorted(set(sizes))
+        self._least: dict[tuple[int, int, str], int] = {}  # accelerators, place of their size, kind → bytes
+        for other in deployments.values():
+            if other.device != "cpu":
+                needed = needed_bytes(other)
+                key = other.devices, bisect_left(self._sizes, needed), other.device_kind
+                self._least[key] = min(self._least.get(key, needed), needed)
+
+    def rivals(self, deployment: Deployment) -> list[Rival]:
+        """Return what the models need that need more than a deployment does."""
+        own = bisect_left(self._sizes, needed_bytes(deployment))
+        return [
+            Rival(devices, needed, kind)
+            for (devices, size, kind), needed in sorted(self._least.items())
+            if not kind or deployment.device_kind in ("", kind)
+            if own < size < len(self._sizes) or devices > deployment.devices
+        ]
 
 
-__all__ = ["Rival", "rivals"]
+__all__ = ["Needs", "Rival"]

@@ -151,15 +151,15 @@ def shares(
         given[name] = min(deployments[name].min, demands[name], left // each[name])
         left -= given[name] * each[name]
 
-    def rank(name: str) -> tuple[float, Turn, int, str]:
+    def rank(name: str) -> tuple[float, tuple[int, float], int, str, Turn]:
         turn = Turn() if turns is None or given[name] else turns[name]
-        return given[name] * each[name] / deployments[name].weight, turn, each[name], name
+        return given[name] * each[name] / deployments[name].weight, turn[:2], each[name], name, turn
 
     heap = [rank(name) for name in demands if given[name] < demands[name]]
     heapq.heapify(heap)
     is_left = False
     while left and heap:
-        _, turn, _, name = heapq.heappop(heap)
+        *_, name, turn = heapq.heappop(heap)
         if each[name] > left:
             is_left |= turn.is_late
             continue

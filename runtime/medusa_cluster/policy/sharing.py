@@ -184,9 +184,10 @@ class _Places:
 
     def reserve(self, deployment: Deployment, reservations: Reservations) -> Reservation | None:
         """Reserve a node for a model of several accelerators."""
-        need = *self._need(deployment), deployment.size_bytes
         return reservations.reserve(
-            deployment, need, lambda: self._suitable(deployment, self._by_shape(reservations.on_nodes))
+            deployment,
+            suits=lambda node: self._suits(deployment, node),
+            can_keep=lambda node: _can_keep(node, deployment),
         )
 
     def _need(self, deployment: Deployment) -> tuple[Any, ...]:
@@ -201,14 +202,18 @@ class _Places:
 
     def _suitable(self, deployment: Deployment, by_shape: Mapping[object, Iterable[str]]) -> Iterator[Node]:
         """Yield the nodes on which an instance has room while they are empty."""
-        on_device = needs_devices(Claim.of(deployment), self._shapes)
         for names in by_shape.values():
             node = next((self._nodes[name] for name in names), None)
-            if node is None or not self._placement.is_for(node, deployment):
-                continue
-            large = is_large_enough(node, deployment) or self._placement.is_too_large(deployment)
-            if large and (not on_device or node.computes_on_device(deployment.device)):
+            if node is not None and self._suits(deployment, node):
                 yield from (self._nodes[name] for name in names if _can_keep(self._nodes[name], deployment))
+
+    def _suits(self, deployment: Deployment, node: Node) -> bool:
+        """Return whether an instance has room on nodes of a node's shape while they are empty."""
+        if not self._placement.is_for(node, deployment):
+            return False
+        large = is_large_enough(node, deployment) or self._placement.is_too_large(deployment)
+        on_device = needs_devices(Claim.of(deployment), self._shapes)
+        return large and (not on_device or node.computes_on_device(deployment.device))
 
     def _is_free(self, deployment: Deployment) -> bool:
         need = self._need(deployment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..deployment import Device
 from .accelerators import needed_bytes
 from .placement import Placement, is_large_enough, room_shape
 from .state import Deployment, Node
@@ -28,6 +29,7 @@ class _Alike:
         self.emptying: list[str] = []
         self.free: list[Node] = []  # with a free slot, for some models
         self.models: set[str] = set()
+        self._with_slots: dict[tuple[Device, int], list[Node]] = {}
 
     def add(self, node: Node, *, is_free: bool) -> None:
         self.names.append(node.name)
@@ -36,6 +38,14 @@ class _Alike:
             self.emptying.append(node.name)
         if is_free:
             self.free.append(node)
+
+    def with_slots(self, placement: Placement, deployment: Deployment) -> list[Node]:
+        """Return the nodes with enough free slots for a model, whatever their memory."""
+        key = deployment.device, deployment.devices
+        if key not in self._with_slots:
+            device, devices = key
+            self._with_slots[key] = [one for one in self.free if placement.free_slots(one.name, device) >= devices]
+        return self._with_slots[key]
 
 
 def waits(deployments: Mapping[str, Deployment], placement: Placement) -> dict[str, Wait]:
@@ -50,6 +60,7 @@ class _Waits:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._alike: dict[object, _Alike] = {}
+        self._taken: dict[tuple[int, ...], str] = {}  # ids of alike nodes → by whom they are taken, in words
         index = placement.index
         for node in placement.nodes.values():
             if node.state == "alive":
@@ -76,15 +87,17 @@ class _Waits:
         may_hold = placement.most_room(deployment) >= placement.least_room(deployment)
         if may_hold and any(placement.can_hold(node.name, deployment) for alike in fitting for node in alike.free):
             return f"no node has room in its memory for {deployment.size_bytes / 1e9:.1f} GB of weights"
-        able = (node for alike in nodes for node in alike.free)
-        free = [node for node in able if placement.free_slots(node.name, deployment.device) >= deployment.devices]
+        free = [node for alike in nodes for node in alike.with_slots(placement, deployment)]
         if free and enough:
             roomiest = max(free, key=lambda node: placement.left(node)[:1])
             room = max((one.free_bytes for one in placement.left(roomiest)), default=0)
             return f"of those that are free, the one with the most has {room / 1e9:.1f} GB, on {roomiest.name}"
-        models = {model for alike in nodes for model in alike.models}
-        names = [name for alike in nodes for name in alike.names]
-        return f"those of {_listed(names)} are taken" + (f" by {_listed(models)}" if models else "")
+        key = tuple(map(id, nodes))
+        if key not in self._taken:
+            models = {model for alike in nodes for model in alike.models}
+            names = [name for alike in nodes for name in alike.names]
+            self._taken[key] = f"those of {_listed(names)} are taken" + (f" by {_listed(models)}" if models else "")
+        return self._taken[key]
 
 
 def _needs(deployment: Deployment, with_gpus: list[Node], *, either: bool) -> str:
