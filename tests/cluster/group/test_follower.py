@@ -75,12 +75,10 @@ class Forming:
         self.waiting.close()
 
     def becomes_an_instance(self) -> None:
-        """Wait until the worker is one, long before it would give up the next one (20 s)."""
-        began = time.monotonic()
+        """Wait until the worker is one, and see it answer."""
         until(lambda: self.worker.engine.released is not None or self.worker.errors)  # type: ignore[attr-defined]
         assert self.worker.errors == []
         assert self.worker.engine.released == "instance"  # type: ignore[attr-defined]
-        assert time.monotonic() - began < 15
         assert self.worker.ask("A").last.finish_reason == "length"
 
 
