@@ -16,7 +16,7 @@ from typing import Any
 
 from medusa_runtime.device import choice, nvml
 
-_TESTS = Path(__file__).parents[1]
+_SUPPORT = Path(__file__).parents[2]
 
 
 def _obstacle(environ: Any, *_: Any) -> str | None:
@@ -26,7 +26,7 @@ def _obstacle(environ: Any, *_: Any) -> str | None:
 def _open_gpu(settings: Any, timeline: Any) -> Any:
     if settings.device != "cuda":
         return None
-    sys.path.append(str(_TESTS))
+    sys.path += [str(_SUPPORT / folder) for folder in ("gpus", "models")]
     from host_gpu import HostGpu, Recorder
     from medusa_runtime.kernels import cuda
 
