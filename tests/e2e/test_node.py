@@ -151,7 +151,9 @@ def test_a_function_takes_region_and_engine_from_the_agent(start: Start, node: A
     names = stages(serving)
     assert names["engine"][0]["detail"] == {"source": "node", "pid": warm}
     assert "node-fallback" not in names
-    assert set(serving.children().values()) == {"function", "worker"}, "neither prefetcher nor zygote of its own"
+    assert set(serving.children().values()) == {"function", "worker", "templates"}, (
+        "neither prefetcher nor zygote of its own"
+    )
     engines = node.status()["engines"]["torch"]
     assert engines["taken"] == before + 1
     assert warm not in engines["pids"]
@@ -342,7 +344,7 @@ def test_an_engine_that_is_asked_for_by_the_first_request(start: Start, node: An
     assert serving.stop() == 0
     without = start("--model", example, "--node-socket", "none", "--engine-start", "request")
     without.wait_ready()
-    assert set(without.children().values()) <= {"prefetcher", "function", "worker"}
+    assert set(without.children().values()) <= {"prefetcher", "function", "worker", "templates"}
     assert without.complete()["choices"][0]["text"] == text
     assert without.stop() == 0
 

@@ -262,6 +262,7 @@ def test_an_engine_has_one_folder_and_a_late_mount_gets_none() -> None:
 
 
 _TEMPLATES = """
+import resource
 from medusa_vllm.serving.mounting import limit_templates
 limit_templates()
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -273,11 +274,18 @@ try:
     render_jinja_template([[{"content": "b"}]], chat_template=large)
 except Exception as error:
     print(error)
+from vllm.renderers.hf import _resolve_chat_template_kwargs
+tags = "{% autoescape X %}{{ X }}{% endautoescape %}{% if X %}{{ b }}{% endif %}{% block c %}{{ X }}{% endblock %}"
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for large in ("'a' * 1000000000", "'a'|center(1000000000)"):
+    print(sorted(_resolve_chat_template_kwargs(tags.replace("X", large))))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000)
 """
 
 
 def test_vllms_server_renders_chat_templates_within_limits() -> None:
     done = subprocess.run([sys.executable, "-c", _TEMPLATES], capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
-    assert lines[-3:-1] == ["True", "['ba']"], done.stderr
-    assert "the chat template makes texts" in lines[-1]
+    assert lines[-6:-4] == ["True", "['ba']"], done.stderr
+    assert lines[-3:] == ["['b']", "['b']", "True"]
+    assert lines[-4].startswith("the chat template took more than 256 MB of memory; ")

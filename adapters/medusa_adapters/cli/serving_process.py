@@ -32,6 +32,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 # What a start imports beside the engine, the server and the platforms.
 _MODULES = (
     "encodings.idna",
+    "jinja2.sandbox",
     "medusa_adapters.cli.command_line",
     "medusa_adapters.cli.node",
     "medusa_adapters.cli.serve",

@@ -1,24 +1,17 @@
-"""The checkpoint's own chat template, which turns messages into a prompt.
-
-A template may use the same as in Hugging Face transformers: raise_exception, strftime_now, tojson, loop controls, the
-``generation`` tag. transformers itself is not imported, because that takes over two seconds.
-"""
+"""The checkpoint's own chat template, which turns messages into a prompt."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from medusa_runtime.bounded_json import count_values, parse_json
+from medusa_runtime.bounded_template.renderer import RenderingError, template_renderer
 from medusa_runtime.errors import json_kind
 
 from ..faults import ApiError
-
-if TYPE_CHECKING:
-    from jinja2 import Environment, Template
 
 _MOST_VALUES = 200_000  # in the arguments of all calls together; others stay text
 ReadFile = Callable[[str], bytes | None]
@@ -34,7 +27,6 @@ class ChatTemplate:
         tokens = {**_json(read, "special_tokens_map.json"), **config}
         self._special = {name: _content(tokens[name]) for name in _SPECIAL if tokens.get(name) is not None}
         self._sources = _sources(read, config)
-        self._compiled: dict[str, Template] = {}
 
     @property
     def source(self) -> str:
@@ -63,9 +55,10 @@ class ChatTemplate:
         values = {**self._special, **arguments, "messages": messages}
         continuing = values.pop("continue_final_message", False)
         try:
-            text = self._template(name).render(values)
-        except Exception as error:
-            raise ApiError(400, _reason(name, error), param="messages", code="bad_messages") from error
+            text = template_renderer().render(self._sources[name], values)
+        except RenderingError as error:
+            message = f"the model's chat template {name!r} {error}"
+            raise ApiError(400, message, param="messages", code="bad_messages") from error
         return _cut_behind(text, messages[-1]["content"]) if continuing else text
 
     def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,11 +73,6 @@ class ChatTemplate:
         return [
             {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
         ]
-
-    def _template(self, name: str) -> Template:
-        if name not in self._compiled:
-            self._compiled[name] = _environment().from_string(self._sources[name])
-        return self._compiled[name]
 
 
 def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
@@ -104,52 +92,6 @@ def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
         except (KeyError, TypeError) as error:
             raise _bad("chat_template is no list of objects with name and template", str(error)) from None
     return {}
-
-
-def _reason(name: str, error: Exception) -> str:
-    from medusa_runtime.bounded_template.budget import TemplateLimitError
-
-    if isinstance(error, TemplateLimitError):
-        return (
-            f"the model's chat template {name!r} {error.what}; send less, or put a chat_template.jinja that stays "
-            "within the limits beside the weights"
-        )
-    return f"the model's chat template refuses these messages: {error}"
-
-
-def _environment() -> Environment:
-    from jinja2 import nodes  # 50 ms, and only a chat needs it
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from medusa_runtime.bounded_template.gate import template_environment
-
-    class Generation(Extension):
-        """The tag that marks the assistant's part, for training. Here only its body matters."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = template_environment()(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Return a value as JSON. jinja2's own filter would escape HTML, and no model was trained on that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 def _with_parsed_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

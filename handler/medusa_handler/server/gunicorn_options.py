@@ -9,8 +9,10 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.bounded_template.renderer import template_renderer
 from medusa_runtime.limits import OutOfMemory, memory_limit_bytes
 from medusa_runtime.process import die_with_parent, name_process
+from medusa_runtime.registry import NO_ENGINE
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 from .probe_acceptor import KEEPALIVE_S
@@ -78,7 +80,7 @@ def options(
         "proc_name": "function",
         "on_starting": partial(_on_starting, acceptor, out_of_memory),
         "pre_fork": lambda arbiter, _worker: arbiter.app.starting(),
-        "post_fork": partial(_in_worker, acceptor, heartbeats),
+        "post_fork": partial(_in_worker, acceptor, settings, heartbeats),
     }
 
 
@@ -104,8 +106,10 @@ class _KilledWorker(logging.Filter):
         return True
 
 
-def _in_worker(acceptor: ProbeAcceptor, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:
+def _in_worker(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:
     heartbeats.enter("worker")
     acceptor.close_in_worker()
     die_with_parent(arbiter.pid)
     name_process("worker")
+    if settings.engine != NO_ENGINE:
+        template_renderer().start(fork=True)  # later, this process has threads

@@ -1,1 +1,1 @@
-"""Chat templates of strangers, rendered by Jinja's sandbox within limits on time and memory."""
+"""Chat templates of strangers, rendered in a process of their own within limits on time and memory."""

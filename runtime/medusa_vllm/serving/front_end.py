@@ -185,7 +185,7 @@ async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any
     if arguments.served_model_name is None:
         arguments.served_model_name = list(served.names)
     _import_plugins(arguments)
-    limit_templates()
+    mounted.callback(limit_templates().close)
     config = front_configuration(
         served.core.vllm_config,
         str(folder),

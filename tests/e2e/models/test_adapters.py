@@ -163,7 +163,7 @@ def test_functions_of_a_node_fetch_an_adapter_once(
             node.wait_warm()
             function = start("--model", example, "--node-socket", node.socket, "--lora-modules", names)
             said.append([text(function, name) for name in ("one", "two", "pydoc-lm")])
-            assert set(function.children().values()) == {"function", "worker"}, "the engine is the agent's"
+            assert set(function.children().values()) == {"function", "worker", "templates"}, "the engine is the agent's"
         size = (folder / "one" / "adapter_model.safetensors").stat().st_size
         assert store.sent < size + (260 << 10), "the header's first read of 256 KiB, and the weights once"
         regions = {region["url"].rpartition("/")[0]: region for region in node.status()["regions"]}

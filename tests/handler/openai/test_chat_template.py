@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_handler.faults import ApiError
 from medusa_handler.model.chat_template import ChatTemplate
 from medusa_handler.openai.chat import template_arguments
+from process_tree import alive, descendants
 
 MESSAGES = [
     {"role": "system", "content": "Be <short> & kind."},
@@ -170,3 +175,36 @@ def test_an_effort_reaches_the_template_also_as_a_switch() -> None:
     ):
         found = template({"chat_template.jinja": "{{ reasoning_effort }} {{ enable_thinking }}"})
         assert found.render(MESSAGES, template_arguments(body)) == expected
+
+
+HOSTILE = (
+    "{{ messages[0].content }}{% if messages[0].content == 'loop' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+)
+
+
+def test_a_template_that_takes_too_long_or_is_killed_costs_its_own_request(serve: Callable[..., Any]) -> None:
+    served = serve(files={"chat_template.jinja": HOSTILE})
+    served.wait_ready()
+
+    def chat(content: str) -> tuple[int, Any]:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        status, answer, _ = served.request("POST", "/v1/chat/completions", body)
+        return status, answer
+
+    def process() -> int:
+        (pid,) = (pid for pid, name in descendants(served.process.pid).items() if name == "templates")
+        return pid
+
+    forked = process()  # before the first chat
+    assert {each.name for each in Path(f"/proc/{forked}/fd").iterdir()} == {"0", "1", "2"}
+    assert chat("Hi")[0] == 200
+    assert process() == forked
+    status, answer = chat("loop")
+    assert (status, answer["error"]["code"]) == (400, "bad_messages")
+    expected = "the model's chat template 'default' took more than 3 s of CPU time; send less, or put a chat_template"
+    assert answer["error"]["message"].startswith(expected)
+    assert chat("Hi")[0] == 200
+    os.kill(killed := process(), signal.SIGKILL)
+    served.until(lambda: not alive(killed))
+    assert chat("Hi")[0] == 200

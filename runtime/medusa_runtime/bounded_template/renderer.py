@@ -1,0 +1,193 @@
+"""Chat templates, which come with a checkpoint, rendered in another process within limits.
+
+Jinja's sandbox keeps a template from running code. It does not keep one from ``'a' * 10**10``, from loops that never
+end, or from nesting that overflows the stack. The kernel does, in a process that can be lost: the rendering fails, and
+the next one gets another process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from functools import cache
+from typing import Any
+
+from ..limits import signal_name
+from ..resource_limits import as_limit_error
+from . import worker
+from .worker import ANSWER, OUT_OF_MEMORY, REQUEST, TOO_LONG, serve
+
+CPU_S = 3.0  # and more if the messages are long: some templates look at all earlier ones for each
+_MOST_CPU_S = 30.0
+_CPU_BYTES = 25_000  # of messages and tools for a second more
+MEMORY_BYTES = 256 << 20
+_MEMORY_FACTOR = 32  # parsed values take up to thirty times the memory of their text
+MOST_BYTES = 32 << 20  # of the answer, and four times the messages
+_LOOK_S = 0.5
+_WALL_FACTOR = 20  # a busy machine gives the process a twentieth of a CPU, or the rendering is given up
+_TURN_S = 0.5  # how long a rendering waits for the one before it, which another thread began
+_MOST_OTHERS = 3
+_VARIABLES = ("LANG", "LC_", "LD_", "PYTHON", "TZ")  # the process gets no others, some of which are secrets
+_ADVICE = "; send less, or put a chat_template.jinja that stays within the limits beside the weights"
+
+
+class RenderingError(Exception):
+    """A chat template refuses the messages or exceeds a limit. Its text continues a sentence about the template."""
+
+
+class _Process:
+    """A process that renders. With ``fork``, it shares the memory of this one, which must have a single thread."""
+
+    def __init__(self, fork: bool = False) -> None:
+        with ExitStack() as opened:
+            self._connection, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+            self._memory = opened.enter_context(open(os.memfd_create("medusa-template"), "r+b", buffering=0))
+            self._connection.settimeout(_LOOK_S)
+            self._pid = (_fork if fork else _spawn)(theirs.fileno(), self._memory.fileno())
+            self.files = opened.pop_all()
+        theirs.close()
+        self._status: int | None = None
+
+    def has_ended(self, options: int = os.WNOHANG) -> bool:
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self._pid, options)
+            except ChildProcessError:  # a handler has waited for all children
+                pid, status = self._pid, 0
+            if pid:
+                self.files.close()
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status is not None
+
+    def render(self, source: bytes, values: bytes) -> str:
+        cpu_s = min(CPU_S + len(values) / _CPU_BYTES, _MOST_CPU_S)
+        most = MOST_BYTES + 4 * len(values)
+        limits = cpu_s, MEMORY_BYTES + _MEMORY_FACTOR * len(values), most
+        try:
+            os.pwritev(self._memory.fileno(), (source, values), 0)
+            self._connection.send(REQUEST.pack(len(source), len(values), *limits))
+            failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S)))
+            text = os.pread(self._memory.fileno(), min(size, 4 * most), 0).decode("utf-8", "surrogatepass")
+            os.truncate(self._memory.fileno(), 0)
+        except BaseException as error:  # a later request must not get this one's answer
+            self.close()
+            if isinstance(error, OSError | ValueError | struct.error):
+                raise RenderingError(self._fault(error, cpu_s, most)) from error
+            raise
+        if failed:
+            raise RenderingError(text)
+        return text
+
+    def close(self) -> None:
+        if not self.has_ended():
+            os.kill(self._pid, signal.SIGKILL)
+            self.has_ended(0)
+
+    def _receive(self, looks: int) -> bytes:
+        for _ in range(looks):
+            with suppress(TimeoutError):
+                return self._connection.recv(ANSWER.size)
+            os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
+        raise TimeoutError
+
+    def _fault(self, error: Exception, cpu_s: float, most: int) -> str:
+        """Return why the process, which has ended, gave no answer."""
+        if isinstance(error, TimeoutError):
+            return f"was not rendered within {_WALL_FACTOR * cpu_s:.3g} s, on this busy machine; try again"
+        if self._status == -signal.SIGPROF:
+            return f"took more than {cpu_s:.3g} s of CPU time{_ADVICE}"
+        if self._status == OUT_OF_MEMORY:
+            return f"took more than {MEMORY_BYTES >> 20} MB of memory{_ADVICE}"
+        if self._status == TOO_LONG:
+            return f"makes a text of more than {most} characters from these messages{_ADVICE}"
+        assert self._status is not None
+        how = signal_name(-self._status) if self._status < 0 else f"exit status {self._status}"
+        return f"ended the process that renders it ({how}){_ADVICE}"
+
+
+class TemplateRenderer:
+    """Renders chat templates, in one other process as a rule. Any thread may call it.
+
+    A rendering that waits long for another one gets a process for itself.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._others = threading.BoundedSemaphore(_MOST_OTHERS)
+        self._process: _Process | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def start(self, *, fork: bool = False) -> None:
+        """Start the process ahead: with ``fork`` as a small one, but not from a process with several threads."""
+        with self._turn, suppress(OSError):  # the first rendering says why
+            self._start(fork)
+
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
+        """Return the text of a template. Raises RenderingError, and LimitError where no process can be started."""
+        try:
+            data = json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RenderingError(f"takes only what can be written as JSON: {error}") from error
+        template = source.encode("utf-8", "surrogatepass")
+        try:
+            if self._turn.acquire(timeout=_TURN_S):
+                try:
+                    return self._start().render(template, data)
+                finally:
+                    self._turn.release()
+            with self._others, closing(_Process()) as other:
+                return other.render(template, data)
+        except OSError as error:
+            raise as_limit_error(error) or error from error
+
+    def _start(self, fork: bool = False) -> _Process:
+        if self._process is None or self._process.has_ended():
+            self._process = _Process(fork)
+        return self._process
+
+    def close(self) -> None:
+        """End the process. The next rendering starts another one."""
+        with self._turn:
+            if self._process is not None:
+                self._process.close()
+
+    def _forget(self) -> None:
+        """Leave the process to the parent of this one, which has just been forked."""
+        self._turn = threading.Lock()
+        self._others = threading.BoundedSemaphore(_MOST_OTHERS)
+        if self._process is not None:
+            self._process.files.close()
+            self._process = None
+
+
+@cache
+def template_renderer() -> TemplateRenderer:
+    """Return the renderer of this process."""
+    return TemplateRenderer()
+
+
+def _fork(connection: int, memory: int) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        serve(connection, memory)
+    finally:
+        os._exit(0)
+
+
+def _spawn(connection: int, memory: int) -> int:
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    command = [sys.executable, "-P", "-m", worker.__name__]
+    files = [(os.POSIX_SPAWN_DUP2, connection, 0), (os.POSIX_SPAWN_DUP2, memory, 1)]
+    return os.posix_spawn(sys.executable, command, environment, file_actions=files)
+
+
+__all__ = ["CPU_S", "MEMORY_BYTES", "RenderingError", "TemplateRenderer", "template_renderer"]

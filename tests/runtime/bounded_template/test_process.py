@@ -1,0 +1,163 @@
+"""The process that renders chat templates may be killed, stopped or lie. It ends with its parent, and keeps nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from medusa_runtime.bounded_template import renderer
+from medusa_runtime.bounded_template.renderer import RenderingError, TemplateRenderer
+from process_tree import alive
+from waiting import until
+
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# Starts a renderer beside a file and a socket, and prints its process id.
+_PARENT = """
+import os, signal, socket, sys, time
+from pathlib import Path
+from medusa_runtime.bounded_template.renderer import template_renderer
+listener, file = socket.create_server(("127.0.0.1", 0)), open(sys.executable, "rb")
+os.set_inheritable(listener.fileno(), True)
+if sys.argv[1] == "fork":
+    template_renderer().start(fork=True)
+assert template_renderer().render("{{ a }}", {"a": 1}) == "1"
+"""
+_REST = {
+    "wait": "print(template_renderer()._process._pid, flush=True); time.sleep(600)",
+    # Another process, whose parent uses the renderer at the same time.
+    "child": """
+if not os.fork():
+    assert all(template_renderer().render("{{ a }}", {"a": i}) == str(i) for i in range(200))
+    os._exit(7)
+assert all(template_renderer().render("{{ a }}", {"a": -i}) == str(-i) for i in range(200))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
+}
+
+
+@pytest.fixture
+def templates() -> Iterator[TemplateRenderer]:
+    renderer = TemplateRenderer()
+    assert renderer.render("{{ a }}", {"a": 1}) == "1"
+    yield renderer
+    renderer.close()
+
+
+def pid_of(templates: TemplateRenderer) -> int:
+    assert templates._process is not None
+    return templates._process._pid
+
+
+def test_one_that_was_killed_is_replaced(templates: TemplateRenderer) -> None:
+    killed = pid_of(templates)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: not alive(killed))
+    assert templates.render("{{ a }}", {"a": 2}) == "2"
+    assert pid_of(templates) != killed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_one_that_is_killed_while_it_renders_costs_one_error(
+    number: signal.Signals, templates: TemplateRenderer
+) -> None:
+    timer = threading.Timer(0.2, os.kill, (pid_of(templates), number))
+    timer.start()
+    with pytest.raises(RenderingError, match=rf"ended the process that renders it \({number.name}\); send less"):
+        templates.render(SLOW, {})
+    timer.join()
+    assert templates.render("{{ a }}", {"a": 2}) == "2"
+
+
+def test_one_that_was_stopped_goes_on(templates: TemplateRenderer) -> None:
+    stopped = pid_of(templates)
+    os.kill(stopped, signal.SIGSTOP)
+    assert templates.render("{{ a }}", {"a": "b" * 1_000_000}) == "b" * 1_000_000
+    assert pid_of(templates) == stopped
+
+
+def test_one_that_is_stopped_again_and_again_is_given_up(
+    templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "CPU_S", 0.1)
+    stopped = pid_of(templates)
+    ended = threading.Event()
+
+    def stop() -> None:
+        while not ended.wait(0.0001):
+            with suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(RenderingError, match="was not rendered within 2 s, on this busy machine; try again"):
+            templates.render(SLOW, {})
+    finally:
+        ended.set()
+        thread.join()
+    assert templates.render("{{ a }}", {"a": 2}) == "2"
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0", struct.pack("<?Q", False, 1), struct.pack("<?Q", False, 1 << 62)])
+def test_an_answer_may_be_any_bytes(answer: bytes, templates: TemplateRenderer) -> None:
+    assert templates._process is not None
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with templates._process._connection, ours, theirs:
+        templates._process._connection = ours
+        theirs.send(answer)
+        if answer.endswith(b"@"):  # it has so many bytes: they cannot be more than the file has
+            assert templates.render("ö", {}) == "ö{}"
+        else:
+            with pytest.raises(RenderingError, match="ended the process that renders it"):
+                templates.render("ö", {})
+            assert templates.render("{{ a }}", {"a": 2}) == "2"
+
+
+def test_threads_share_it_and_wait_for_no_long_rendering(templates: TemplateRenderer) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda number: templates.render("{{ a }}", {"a": number}), range(500))
+        assert list(found) == [str(number) for number in range(500)]
+        slow = pool.submit(templates.render, SLOW, {})
+        until(templates._turn.locked)
+        assert templates.render("{{ a }}", {"a": 2}) == "2"
+        assert not slow.done()
+        with pytest.raises(RenderingError, match="took more than 3 s"):
+            slow.result()
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_it_ends_with_its_parent_and_has_none_of_its_files_signals_and_secrets(how: str) -> None:
+    environ = {**os.environ, "AWS_SECRET_ACCESS_KEY": "private"}
+    command = [sys.executable, "-c", _PARENT + _REST["wait"], how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as parent:
+        assert parent.stdout is not None
+        try:
+            pid = int(parent.stdout.readline())
+            assert {each.name for each in Path(f"/proc/{pid}/fd").iterdir()} == {"0", "1", "2"}
+            if how == "spawn":
+                assert "private" not in Path(f"/proc/{pid}/environ").read_text()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(pid, number)
+            time.sleep(0.1)
+            assert alive(pid)
+        finally:
+            parent.kill()
+        until(lambda: not alive(pid))
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_process_that_its_parent_forks_has_another_one(how: str) -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["child"], how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "7\n", done.stderr
