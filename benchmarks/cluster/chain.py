@@ -14,8 +14,8 @@ from typing import Any
 
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
+from medusa_runtime.container_limits import memory_available_bytes
 from medusa_runtime.errors import LabError
-from medusa_runtime.limits import memory_available_bytes
 from medusa_runtime.region.pages import address_of, populate_write
 
 from benchmarks.cluster.floor import bare_chain

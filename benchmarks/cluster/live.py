@@ -9,7 +9,7 @@ from typing import Any
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
-from medusa_runtime.limits import cpu_count
+from medusa_runtime.container_limits import cpu_count
 
 from benchmarks.cluster.asking import ask
 from benchmarks.cluster.options import Options

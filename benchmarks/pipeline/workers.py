@@ -19,10 +19,10 @@ from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import TokenStream
 from medusa_runtime.errors import EngineError
-from medusa_runtime.limits import cpu_count
 
 from benchmarks.pipeline.options import Options
 from benchmarks.worker_processes import WorkerProcesses

@@ -10,7 +10,7 @@ from medusa_cluster.policy.scaling import Bounds
 from medusa_cluster.simulation.profiles import PROFILES
 from medusa_cluster.simulation.result import mean
 from medusa_cluster.simulation.trace import Request
-from medusa_runtime.limits import cpu_count
+from medusa_runtime.container_limits import cpu_count
 
 from benchmarks.simulation.blitzscale import BOUNDS, CASES, requests, run
 from benchmarks.simulation.figure import LESS, Figure, Line, Order, bars

@@ -13,7 +13,7 @@ from medusa_cluster.simulation.result import Outcome, mean
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named, with_bounds
 from medusa_cluster.simulation.trace import Request, assign_models, azure, popularity, scale, window
-from medusa_runtime.limits import cpu_count
+from medusa_runtime.container_limits import cpu_count
 
 from benchmarks.simulation.blitzscale import BOUNDS, CASES
 from benchmarks.simulation.figure import Figure, Line, Order, chart

@@ -18,7 +18,7 @@ from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.result import mean, percentile
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named
-from medusa_runtime.limits import cpu_count
+from medusa_runtime.container_limits import cpu_count
 
 from benchmarks import command_line
 

@@ -14,7 +14,7 @@ from medusa_cluster.simulation.result import Outcome, mean
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import Strategy, strategy_named
 from medusa_cluster.simulation.trace import LENGTHS, Request, gamma, popularity
-from medusa_runtime.limits import cpu_count
+from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.state.stage_times import WorkerRates
 
 from benchmarks.simulation.figure import Figure, Line, Order, bars, chart

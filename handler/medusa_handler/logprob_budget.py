@@ -31,7 +31,7 @@ class LogprobBudget:
     @property
     def most(self) -> int:
         if self._most is None:
-            from medusa_runtime.limits import memory_available_bytes  # a start does not need it
+            from medusa_runtime.container_limits import memory_available_bytes  # a start does not need it
 
             self._most = max(_LEAST, memory_available_bytes(self._root) // _PART // _EACH_BYTES)
         return self._most

@@ -17,7 +17,7 @@ from typing import cast
 
 from aiohttp import ClientResponse, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
-from medusa_runtime.resource_limits import LEAST_FILES, most_files
+from medusa_runtime.process_limits import LEAST_FILES, most_files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

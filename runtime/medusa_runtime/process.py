@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from .errors import MedusaError
-from .resource_limits import as_limit_error
+from .process_limits import as_limit_error
 from .timeline import Timeline
 
 if TYPE_CHECKING:

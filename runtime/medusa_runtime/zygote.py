@@ -23,12 +23,12 @@ from dataclasses import replace
 from typing import Any
 
 from .config import Settings
+from .container_limits import OutOfMemory, signal_name
 from .device.choice import choose, warn_without_effect
 from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
-from .limits import OutOfMemory, signal_name
 from .liveness import LOOK_S, Heartbeats
 from .process import ReportPipe, fork
 from .region.reader import Region

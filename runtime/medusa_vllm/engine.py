@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import accepted_names, served_name
@@ -26,7 +27,6 @@ from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.errors import ConfigError, EngineError, MedusaError, ModelError, RequestError
-from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import read_object
 from medusa_runtime.region.reader import Region

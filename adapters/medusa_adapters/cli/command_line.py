@@ -19,7 +19,7 @@ from typing import Any
 import medusa_cluster  # noqa: F401  makes --engine cluster and --engine group known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 from medusa_runtime.storage.base import redacted
 
 from .flags import add_common_options, chosen_parser, log_level, warn_of_renamed

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.container_limits import cpu_count, memory_available_bytes, memory_limit_bytes
 from medusa_runtime.errors import MedusaError
-from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
 from medusa_runtime.logs import for_terminal
-from medusa_runtime.resource_limits import LEAST_FILES
+from medusa_runtime.process_limits import LEAST_FILES
 from medusa_snapshot.resuming import default_folder, look
 
 from . import serving_process

@@ -205,7 +205,7 @@ def _describe(name: str, loaded: LoadedModel) -> dict[str, str]:
 
 def _check_memory(folder: Path) -> None:
     from medusa_handler.contract import HttpError
-    from medusa_runtime.limits import memory_available_bytes
+    from medusa_runtime.container_limits import memory_available_bytes
 
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     free = memory_available_bytes()

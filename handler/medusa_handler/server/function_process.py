@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.container_limits import OutOfMemory
 from medusa_runtime.errors import MedusaError
-from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.liveness import Heartbeats, Watchdog
 
 from ..platform import Platform

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.bounded_template.renderer import template_renderer
-from medusa_runtime.limits import OutOfMemory, memory_limit_bytes
+from medusa_runtime.container_limits import OutOfMemory, memory_limit_bytes
 from medusa_runtime.process import die_with_parent, name_process
+from medusa_runtime.process_limits import LEAST_FILES, most_files
 from medusa_runtime.registry import NO_ENGINE
-from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 from .probe_acceptor import KEEPALIVE_S
 

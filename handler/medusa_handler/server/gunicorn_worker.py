@@ -26,7 +26,7 @@ from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.json_log import current_request_id
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 
 from ..faults import ApiError, compact
 from ..http.body_budget import BodyBudget, Grant
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from medusa_runtime.config import Settings
-    from medusa_runtime.limits import OutOfMemory
+    from medusa_runtime.container_limits import OutOfMemory
 
     from ..probes import Probes
     from .probe_acceptor import ProbeAcceptor

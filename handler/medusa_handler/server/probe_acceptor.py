@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from medusa_runtime.liveness import LOOK_S
 from medusa_runtime.process import receive_descriptors
-from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_files
+from medusa_runtime.process_limits import LEAST_FILES, as_limit_error, most_files
 
 from ..probes import ProbeResponse, Probes
 from .http_date import http_date

@@ -124,6 +124,6 @@ class Weights:
                 return
             with self._timeline.stage("import", package="torch"):
                 import torch  # seconds on a cold disk; only a function that builds a module pays for it
-            from medusa_runtime.limits import cpu_count
+            from medusa_runtime.container_limits import cpu_count
 
             torch.set_num_threads(self._settings.threads or cpu_count())

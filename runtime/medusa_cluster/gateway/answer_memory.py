@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from medusa_runtime.limits import memory_available_bytes
+from medusa_runtime.container_limits import memory_available_bytes
 
 _MOST_BYTES = 1024 * 10**6
 _LEAST_BYTES = 16 * 10**6

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from medusa_runtime.config import Settings
 from medusa_runtime.instance.listeners import bind, url_of
-from medusa_runtime.resource_limits import make_room_for_files
+from medusa_runtime.process_limits import make_room_for_files
 
 from ..connections import Connections, http_logger
 from .access_log import AccessLog

@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from medusa_runtime.config import Settings, from_env
+from medusa_runtime.container_limits import signal_name
 from medusa_runtime.device.choice import choose
 from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.imports.gc_paused import gc_paused
-from medusa_runtime.limits import signal_name
 from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
 from medusa_runtime.region.reader import Region
 from medusa_runtime.registry import engine_kind, imported

@@ -20,8 +20,8 @@ from contextlib import ExitStack, closing, suppress
 from functools import cache
 from typing import Any
 
-from ..limits import signal_name
-from ..resource_limits import as_limit_error
+from ..container_limits import signal_name
+from ..process_limits import as_limit_error
 from . import worker
 from .worker import ANSWER, OUT_OF_MEMORY, REQUEST, TOO_LONG, serve
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import EngineError, MedusaError, OverloadedError, RequestError
 from ..process import hang_up
+from ..process_limits import as_limit_error
 from ..region.fd_passing import region_from_descriptors
-from ..resource_limits import as_limit_error
 from . import frames
 from .base import Delta, Engine, GenerateRequest
 

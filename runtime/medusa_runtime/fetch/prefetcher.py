@@ -16,10 +16,10 @@ from ..checkpoint.index import WeightIndex
 from ..checkpoint.order import layers_first
 from ..checkpoint.reader import Checkpoint, CheckpointRecord, open_checkpoint
 from ..errors import TooLargeError
+from ..process_limits import check_files
 from ..region.chunks import chunk_bytes_for
 from ..region.layout import State
 from ..region.plan import RegionPlan
-from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
 from ..storage.retry import RETRIES
 from .load_priority import LoadPriority
@@ -275,7 +275,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
 
 def _most_ahead(index: WeightIndex, writer: RegionWriter) -> float:
     """Return how many bytes may come before the engine frees any: it frees none before it has been imported."""
-    from ..limits import memory_available_bytes
+    from ..container_limits import memory_available_bytes
 
     here, available = writer.fetched_bytes, memory_available_bytes() - _SPARE_BYTES
     if index.region_bytes - here <= available:
@@ -294,7 +294,7 @@ def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None, on_g
             f"the weights take {_mb(total_bytes)}, but the memory limit is {limit_mb} MB; "
             "expected a smaller checkpoint or a larger --memory-limit-mb"
         )
-    from ..limits import memory_available_bytes
+    from ..container_limits import memory_available_bytes
 
     needed = region_bytes + _SPARE_BYTES
     if region_bytes and needed > (available := memory_available_bytes()):

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.index import WeightIndex
+from ..container_limits import cpu_count
 from ..errors import CorruptError, MedusaError, StorageError
-from ..limits import cpu_count
+from ..process_limits import as_limit_error
 from ..region.writer import RegionWriter
-from ..resource_limits import as_limit_error
 from ..storage.base import Store
 from ..storage.framing import import_xxh3_64
 from .in_flight import InFlightRange, OvertakenError, Span

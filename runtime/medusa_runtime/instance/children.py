@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..limits import OutOfMemory
+from ..container_limits import OutOfMemory
 from ..process import ReportPipe, fork
 from ..timeline import Timeline
 

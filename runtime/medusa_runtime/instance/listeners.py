@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ..config import Settings
 from ..errors import ConfigError
-from ..resource_limits import as_limit_error
+from ..process_limits import as_limit_error
 
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the second: a kernel without IPv6
 

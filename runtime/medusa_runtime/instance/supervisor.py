@@ -23,9 +23,9 @@ from ..config import NODE_SOCKET, Settings, check_engine
 from ..errors import EngineError, from_code
 from ..liveness import LOOK_S, Watchdog
 from ..process import share_cores
+from ..process_limits import make_room_for_files
 from ..region.reader import Region
 from ..registry import is_remote
-from ..resource_limits import make_room_for_files
 from ..timeline import Timeline, process_start_ns
 from .children import Children, Ended
 from .listeners import bind, url_of

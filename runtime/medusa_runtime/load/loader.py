@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from medusa_runtime.checkpoint.index import WeightIndex
-from medusa_runtime.limits import peak_bytes
+from medusa_runtime.container_limits import peak_bytes
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
 from medusa_runtime.load.gate import Gate

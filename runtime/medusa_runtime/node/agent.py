@@ -19,11 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..container_limits import OutOfMemory
 from ..device.choice import obstacle
 from ..errors import ConfigError
-from ..limits import OutOfMemory
 from ..process import ReportPipe, share_cores
-from ..resource_limits import make_room_for_files
+from ..process_limits import make_room_for_files
 from ..timeline import Timeline
 from .callers.accounts import Accounts
 from .callers.policy import Policy

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ..errors import MedusaError, NodeError
 from ..liveness import Verdict, Watch
 from ..process import ReportPipe, fork
+from ..process_limits import as_limit_error, most_files
 from ..region.pages import unmap_memfds
-from ..resource_limits import as_limit_error, most_files
 from ..timeline import Timeline
 from .messages import channel_pair
 

@@ -21,8 +21,8 @@ from ..config import (
     trust_keys,
     trust_prefixes,
 )
+from ..container_limits import memory_available_bytes, memory_limit_bytes
 from ..errors import ConfigError
-from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names, is_remote
 from ..storage.canonical_urls import canonical_url
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from medusa_runtime.config import Settings
+from medusa_runtime.container_limits import signal_name
 from medusa_runtime.errors import EngineError
-from medusa_runtime.limits import signal_name
 from medusa_runtime.process import die_with_parent, hang_up, terminate
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline

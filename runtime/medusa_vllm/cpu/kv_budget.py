@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.limits import memory_available_bytes
+from medusa_runtime.container_limits import memory_available_bytes
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, plan_kv_cache, recorded_plan
 

@@ -273,7 +273,7 @@ def test_a_forbidden_store(served: Any, region: Region) -> None:
 def test_too_large(served: Any, region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TooLargeError, match="the weights take 12 MB, but the memory limit is 3 MB"):
         fill(region, served.url + "/m", memory_limit_mb=3)
-    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: 5_000_000)
+    monkeypatch.setattr("medusa_runtime.container_limits.memory_available_bytes", lambda: 5_000_000)
     other = Region.create()
     with pytest.raises(TooLargeError, match="need 79 MB of memory, but only 5 MB"):
         fill(other, served.url + "/m")

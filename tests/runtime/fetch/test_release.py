@@ -76,7 +76,7 @@ def test_weights_larger_than_memory_go_through_it_to_a_gpu(
     origin.put("/m/model.safetensors", safetensors_file(data))
     origin.put("/m/config.json", b'{"architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setattr("medusa_runtime.instance.engine_fetch.choose", lambda asked, environ: "cuda")
-    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 16) * MIB)
+    monkeypatch.setattr("medusa_runtime.container_limits.memory_available_bytes", lambda: (64 + 16) * MIB)
     monkeypatch.setattr("medusa_runtime.fetch.schedule.UNRELEASED_BYTES", 4 * MIB)
     monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", 4 * MIB)
     with pytest.raises(TooLargeError, match="or --host-weights release"):
@@ -133,7 +133,7 @@ def test_weights_that_no_engine_frees_must_fit_into_memory(
     origin.put("/m/config.json", json.dumps({"architectures": architectures, "model_type": "bert"}).encode())
     monkeypatch.setattr("medusa_runtime.instance.engine_fetch.choose", lambda asked, environ: "cuda")
     monkeypatch.setattr("medusa_runtime.fetch.prefetcher.UNRELEASED_BYTES", MIB)
-    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: (64 + 4) * MIB)
+    monkeypatch.setattr("medusa_runtime.container_limits.memory_available_bytes", lambda: (64 + 4) * MIB)
     with pytest.raises(TooLargeError, match=r"larger container$"):
         fill(region, origin.url + "/m", uploads=partial(uploads, Settings()) if has_engine else None)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.errors import NodeError
-from medusa_runtime.limits import cpu_count
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.engines.handover import with_own_threads
 from medusa_runtime.process import ReportPipe

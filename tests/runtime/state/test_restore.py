@@ -435,7 +435,7 @@ def test_artifacts_that_do_not_fit_beside_the_weights_are_left_out(
 ) -> None:
     published.publish((WEIGHT_INDEX, published.recorded()), (COMPILE_CACHE, LARGE))
     room = sum(SIZES.values()) + len(LARGE) // 2 + (64 << 20)  # what the prefetcher itself needs
-    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: room)
+    monkeypatch.setattr("medusa_runtime.container_limits.memory_available_bytes", lambda: room)
     monkeypatch.setattr("medusa_runtime.state.bundle.reader.memory_available_bytes", lambda: room)
     fill(region, published.url)
     check(region)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.process import hang_up
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .emulated_link import EmulatedLink

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from medusa_runtime.errors import EngineError, MissingPackageError
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 from medusa_runtime.storage.base import redacted, scheme_of
 from medusa_runtime.storage.retry import NoAnswerError, call_within
 

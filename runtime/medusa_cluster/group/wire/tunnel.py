@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 
 from .mailbox import LARGEST_OBJECT_BYTES, Mailbox, open_mailbox
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from medusa_runtime.limits import OutOfMemory
+from medusa_runtime.container_limits import OutOfMemory
 from medusa_runtime.process import die_with_parent, kill_children
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import signal
 import time
 from contextlib import suppress
 
-from medusa_runtime.limits import OutOfMemory
+from medusa_runtime.container_limits import OutOfMemory
 from medusa_runtime.liveness import Heartbeats, Verdict, Watch, is_stopped
 from medusa_runtime.node.watchdog import STATUS as HUNG
 from medusa_runtime.process import adopt_orphans, die_with_parent

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...config import Settings
+from ...container_limits import cpu_count
 from ...errors import EngineError, MedusaError, RequestError
-from ...limits import cpu_count
 from ...models.layers.pooling import normalized
 from ...region.reader import Region
 from ...timeline import Timeline

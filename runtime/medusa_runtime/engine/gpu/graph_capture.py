@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ...config import Settings
 from ...errors import EngineError, MedusaError
+from ...process_limits import as_limit_error
 from ...registry import engine_kind
-from ...resource_limits import as_limit_error
 from ...state.kinds import CUDA_GRAPHS, KV_PLAN
 from ..preimport import preimport
 

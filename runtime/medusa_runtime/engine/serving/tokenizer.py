@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError, OverloadedError, RequestError
-from ...resource_limits import as_limit_error
+from ...process_limits import as_limit_error
 from ...timeline import Timeline
 from ..base import EngineInfo
 from .token_texts import TokenTexts

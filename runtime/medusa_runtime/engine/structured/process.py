@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import EngineError, MedusaError, RequestError
 from ...process import hang_up
-from ...resource_limits import as_limit_error
+from ...process_limits import as_limit_error
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
 from .grammar import PARAM

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import Settings
+from ...container_limits import cpu_count
 from ...errors import EngineError, MedusaError, RequestError
-from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.part_applier import PartApplier

@@ -10,9 +10,9 @@ import torch
 
 from ...checkpoint.index import WeightIndex
 from ...config import Settings
+from ...container_limits import memory_available_bytes
 from ...kernels import native
 from ...kernels.compiled import native_kernels
-from ...limits import memory_available_bytes
 from ...load.applier import Applier
 from ...models import ModelConfig
 from ...region.reader import Region

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.device.driver import Driver
 from medusa_runtime.errors import DeviceError
-from medusa_runtime.limits import cpu_count
 from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
 from medusa_runtime.region.file_range import FileRange
 

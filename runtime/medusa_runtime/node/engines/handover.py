@@ -8,8 +8,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ...config import Settings
+from ...container_limits import cpu_count
 from ...errors import NodeError, NodeRefusedError
-from ...limits import cpu_count
 from ...region.seals import seals_of
 from ..callers.file_status import file_status
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from ...config import Settings
+from ...container_limits import OutOfMemory
 from ...device.choice import choose
 from ...errors import MedusaError
-from ...limits import OutOfMemory
 from ...process import ReportPipe, end_first, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...container_limits import OutOfMemory, memory_available_bytes
 from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
-from ...limits import OutOfMemory, memory_available_bytes
 from ...process import ReportPipe
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline

@@ -9,8 +9,8 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ...container_limits import memory_available_bytes
 from ...errors import StateError, StorageError
-from ...limits import memory_available_bytes
 from ...storage.base import Store
 from .held_folder import HeldFolder
 from .locate import BLOBS, hold, read_manifest

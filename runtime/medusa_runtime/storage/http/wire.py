@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...resource_limits import check_files
+from ...process_limits import check_files
 from .endpoint import Endpoint
 from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_head
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 
 NO_MAP = "libtorch_cpu.so: failed to map segment from shared object"
 WITHOUT_MEMFD = """
@@ -56,7 +56,7 @@ def test_other_errors_are_about_no_limit(error: Exception) -> None:
 
 THREADS = """
 import resource, threading
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.process_limits import as_limit_error
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20),) * 2)
 try:

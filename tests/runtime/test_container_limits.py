@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from medusa_runtime.limits import OutOfMemory, cpu_count, memory_available_bytes, memory_limit_bytes
+from medusa_runtime.container_limits import OutOfMemory, cpu_count, memory_available_bytes, memory_limit_bytes
 
 GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712\n"
@@ -131,7 +131,7 @@ def test_quota_is_rounded_up_but_not_over_the_affinity(tmp_path: Path) -> None:
 def test_affinity_of_this_process() -> None:
     """In a process bound to one CPU, as taskset or a static CPU manager does it."""
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from medusa_runtime.limits import OutOfMemory, cpu_count; print(cpu_count())"
+    script += "from medusa_runtime.container_limits import OutOfMemory, cpu_count; print(cpu_count())"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"1\n"
 
 
