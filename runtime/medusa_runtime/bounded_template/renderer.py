@@ -7,6 +7,7 @@ the next one gets another process.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import cache
@@ -23,7 +25,7 @@ from typing import Any
 from ..container_limits import signal_name
 from ..process_limits import as_limit_error
 from . import worker
-from .worker import ANSWER, OUT_OF_MEMORY, REQUEST, TOO_LONG, serve
+from .worker import ANSWER, NO_ROOM, OUT_OF_MEMORY, REQUEST, TOO_LONG, serve
 
 CPU_S = 3.0  # and more if the messages are long: some templates look at all earlier ones for each
 _MOST_CPU_S = 30.0
@@ -33,7 +35,7 @@ _MEMORY_FACTOR = 32  # parsed values take up to thirty times the memory of their
 MOST_BYTES = 32 << 20  # of the answer, and four times the messages
 _LOOK_S = 0.5
 _WALL_FACTOR = 20  # a busy machine gives the process a twentieth of a CPU, or the rendering is given up
-_TURN_S = 0.5  # how long a rendering waits for the one before it, which another thread began
+_TURN_S = 0.5  # a rendering that takes longer does not keep those of other threads waiting
 _MOST_OTHERS = 3
 _VARIABLES = ("LANG", "LC_", "LD_", "PYTHON", "TZ")  # the process gets no others, some of which are secrets
 _ADVICE = "; send less, or put a chat_template.jinja that stays within the limits beside the weights"
@@ -72,14 +74,14 @@ class _Process:
         most = MOST_BYTES + 4 * len(values)
         limits = cpu_s, MEMORY_BYTES + _MEMORY_FACTOR * len(values), most
         try:
-            os.pwritev(self._memory.fileno(), (source, values), 0)
+            self._write(source, values)
             self._connection.send(REQUEST.pack(len(source), len(values), *limits))
             failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S)))
             text = os.pread(self._memory.fileno(), min(size, 4 * most), 0).decode("utf-8", "surrogatepass")
             os.truncate(self._memory.fileno(), 0)
         except BaseException as error:  # a later request must not get this one's answer
             self.close()
-            if isinstance(error, OSError | ValueError | struct.error):
+            if isinstance(error, OSError | ValueError | struct.error) and not as_limit_error(error):
                 raise RenderingError(self._fault(error, cpu_s, most)) from error
             raise
         if failed:
@@ -87,9 +89,19 @@ class _Process:
         return text
 
     def close(self) -> None:
-        if not self.has_ended():
+        if self.has_ended():
+            return
+        self.files.close()
+        try:
             os.kill(self._pid, signal.SIGKILL)
+        except OSError:  # the handler has changed its user: the process will find its connection closed
+            self._status = 0
+        else:
             self.has_ended(0)
+
+    def _write(self, *parts: bytes) -> None:
+        if os.pwritev(self._memory.fileno(), parts, 0) < sum(map(len, parts)):
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     def _receive(self, looks: int) -> bytes:
         for _ in range(looks):
@@ -108,6 +120,8 @@ class _Process:
             return f"took more than {MEMORY_BYTES >> 20} MB of memory{_ADVICE}"
         if self._status == TOO_LONG:
             return f"makes a text of more than {most} characters from these messages{_ADVICE}"
+        if self._status == NO_ROOM:
+            return "makes a text for which there is no room; raise ulimit -f"
         assert self._status is not None
         how = signal_name(-self._status) if self._status < 0 else f"exit status {self._status}"
         return f"ended the process that renders it ({how}){_ADVICE}"
@@ -116,11 +130,12 @@ class _Process:
 class TemplateRenderer:
     """Renders chat templates, in one other process as a rule. Any thread may call it.
 
-    A rendering that waits long for another one gets a process for itself.
+    Renderings that wait for a long one get a process for themselves, a few at a time.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
+        self._began_s = 0.0  # when the last one began that has had its turn
         self._others = threading.BoundedSemaphore(_MOST_OTHERS)
         self._process: _Process | None = None
         os.register_at_fork(after_in_child=self._forget)
@@ -138,13 +153,18 @@ class TemplateRenderer:
             raise RenderingError(f"takes only what can be written as JSON: {error}") from error
         template = source.encode("utf-8", "surrogatepass")
         try:
-            if self._turn.acquire(timeout=_TURN_S):
-                try:
-                    return self._start().render(template, data)
-                finally:
-                    self._turn.release()
-            with self._others, closing(_Process()) as other:
-                return other.render(template, data)
+            while not self._turn.acquire(timeout=_TURN_S):
+                if time.monotonic() - self._began_s > _TURN_S and self._others.acquire(blocking=False):
+                    try:
+                        with closing(_Process()) as other:
+                            return other.render(template, data)
+                    finally:
+                        self._others.release()
+            try:
+                self._began_s = time.monotonic()
+                return self._start().render(template, data)
+            finally:
+                self._turn.release()
         except OSError as error:
             raise as_limit_error(error) or error from error
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST = struct.Struct("<QQdQQ")  # bytes of the template and of its values; limits: CPU seconds, memory, answer
 ANSWER = struct.Struct("<?Q")  # whether the text is an error, and its bytes
-OUT_OF_MEMORY, TOO_LONG = 77, 78  # exit statuses
+OUT_OF_MEMORY, TOO_LONG, NO_ROOM = 77, 78, 79  # exit statuses
 _MOST_CHARACTERS = 2000  # of an error
 _PAGE_BYTES = resource.getpagesize()
 
@@ -36,7 +37,10 @@ def serve(connection: int, memory: int) -> None:
     gc.freeze()  # the collector would otherwise write to, and so copy, each page that is shared with a parent
     os.dup2(connection, 0)
     os.dup2(memory, 1)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in map(int, os.listdir("/proc/self/fd")):  # limits on numbers may be in the billions, or lower than some
+        if number > 2:
+            with suppress(OSError):  # the listing's own
+                os.close(number)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # they are for the parent
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -69,21 +73,28 @@ def _answer(
 ) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends this process; RLIMIT_CPU counts whole seconds
     _limit_memory(memory_bytes)
-    failed = False
-    try:
-        source = os.pread(1, template_bytes, 0).decode("utf-8", "surrogatepass")
-        text = compiled(source).render(json.loads(os.pread(1, values_bytes, template_bytes)))
-    except MemoryError:
-        raise
-    except RecursionError:
-        failed, text = True, "nests values, macros or loops too deep"
-    except Exception as error:  # noqa: BLE001 - templates raise anything
-        failed, text = True, f"refuses these messages: {error}"[:_MOST_CHARACTERS]
+    failed, text = _rendered(compiled, template_bytes, values_bytes)
+    gc.collect()  # what a template leaves in cycles would add up, since each may use so much more
     if len(text) > most_characters:
         os._exit(TOO_LONG)
     data = text.encode("utf-8", "surrogatepass")
-    os.write(0, ANSWER.pack(failed, os.pwrite(1, data, 0)))
+    if os.pwrite(1, data, 0) < len(data):
+        os._exit(NO_ROOM)
     signal.setitimer(signal.ITIMER_PROF, 0)
+    os.write(0, ANSWER.pack(failed, len(data)))
+
+
+def _rendered(compiled: Callable[[str], Template], template_bytes: int, values_bytes: int) -> tuple[bool, str]:
+    """Return whether the template failed, and its text or error."""
+    try:
+        source = os.pread(1, template_bytes, 0).decode("utf-8", "surrogatepass")
+        return False, compiled(source).render(json.loads(os.pread(1, values_bytes, template_bytes)))
+    except MemoryError:
+        raise
+    except RecursionError:
+        return True, "nests values, macros or loops too deep"
+    except Exception as error:  # noqa: BLE001 - templates raise anything
+        return True, f"refuses these messages: {error}"[:_MOST_CHARACTERS]
 
 
 @cache
@@ -119,6 +130,7 @@ def _compiler() -> Callable[[str], Template]:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    gc.freeze()  # nor has it to look at Jinja
     return lru_cache(8)(environment.from_string)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -95,6 +97,21 @@ def test_a_template_that_looks_at_all_earlier_messages_may_take_longer(
     assert templates.render(source, {"messages": [{"role": "user", "content": "a" * 100}] * 600}) == "ok"
     with pytest.raises(RenderingError, match=r"more than 0.0\d+ s of CPU time"):
         templates.render(source.replace("messages %}", "range(99999) %}"), {"messages": [1] * 9})
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "{% set ns = namespace(x=x) %}{% set ns.self = ns %}ok",
+        "{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}ok{% endcall %}",
+    ],
+)
+def test_what_templates_leave_in_cycles_does_not_add_up(end: str, templates: TemplateRenderer) -> None:
+    for _ in range(4):
+        assert templates.render("{% set x = 'a' * (100000000 * n) %}" + end, {"n": 1}) == "ok"
+    assert templates._process is not None
+    resident = int(Path(f"/proc/{templates._process._pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    assert resident < 100_000_000
 
 
 def test_long_messages_may_become_long_prompts(templates: TemplateRenderer) -> None:

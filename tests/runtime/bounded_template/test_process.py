@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import signal
 import socket
 import struct
@@ -24,11 +26,15 @@ from waiting import until
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # Starts a renderer beside a file and a socket, and prints its process id.
 _PARENT = """
-import os, signal, socket, sys, time
+import os, resource, signal, socket, sys, time
 from pathlib import Path
-from medusa_runtime.bounded_template.renderer import template_renderer
+from medusa_runtime.bounded_template import renderer
+from medusa_runtime.bounded_template.renderer import RenderingError, template_renderer
+from medusa_runtime.errors import LimitError
 listener, file = socket.create_server(("127.0.0.1", 0)), open(sys.executable, "rb")
 os.set_inheritable(listener.fileno(), True)
+os.dup2(file.fileno(), 150)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 if sys.argv[1] == "fork":
     template_renderer().start(fork=True)
 assert template_renderer().render("{{ a }}", {"a": 1}) == "1"
@@ -42,6 +48,30 @@ if not os.fork():
     os._exit(7)
 assert all(template_renderer().render("{{ a }}", {"a": -i}) == str(-i) for i in range(200))
 print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
+    # One that becomes another user, and so may not end a process that it has forked before.
+    "user": """
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+renderer._WALL_FACTOR = 0.1
+try:
+    template_renderer().render("{% for i in range(99999) %}{% for j in range(300) %}{% endfor %}{% endfor %}mine", {})
+except RenderingError as error:
+    print(error)
+renderer._WALL_FACTOR = 20
+try:
+    print(template_renderer().render("theirs", {}))
+except PermissionError as error:  # of a folder that only root may read
+    print("theirs" if error.filename == sys.executable else error)
+""",
+    "small": """
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    template_renderer().render("{{ a }}", {"a": "a" * 200_000})
+except LimitError as error:
+    print(error)
+print(template_renderer().render("{{ a }}", {"a": 2}))
 """,
 }
 
@@ -136,6 +166,37 @@ def test_threads_share_it_and_wait_for_no_long_rendering(templates: TemplateRend
             slow.result()
 
 
+def test_threads_that_wait_for_a_process_of_their_own_take_their_turn_meanwhile(
+    templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "CPU_S", 1)
+    for _ in range(renderer._MOST_OTHERS):
+        templates._others.acquire()
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(templates.render, SLOW, {})
+        until(templates._turn.locked)
+        try:
+            assert pool.submit(templates.render, "{{ a }}", {"a": 2}).result(60) == "2"
+        finally:
+            for _ in range(renderer._MOST_OTHERS):
+                templates._others.release()
+        with pytest.raises(RenderingError, match="took more than 1 s"):
+            slow.result()
+
+
+def test_threads_that_wait_for_many_short_renderings_get_no_process(
+    templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "_TURN_S", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        with templates._turn:
+            templates._began_s = math.inf  # the next one always begins
+            waiting = pool.submit(templates.render, "{{ a }}", {"a": 2})
+            time.sleep(1)
+            assert not waiting.done()
+        assert waiting.result() == "2"
+
+
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_it_ends_with_its_parent_and_has_none_of_its_files_signals_and_secrets(how: str) -> None:
     environ = {**os.environ, "AWS_SECRET_ACCESS_KEY": "private"}
@@ -161,3 +222,23 @@ def test_a_process_that_its_parent_forks_has_another_one(how: str) -> None:
     command = [sys.executable, "-c", _PARENT + _REST["child"], how]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "7\n", done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_after_a_change_of_user_no_rendering_gets_the_text_of_one_that_was_given_up() -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["user"], "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "was not rendered within 0.3 s, on this busy machine; try again\ntheirs\n", done.stderr
+
+
+def test_values_that_no_file_may_hold_are_refused() -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["small"], "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "no file may be larger than 97 kB (ulimit -f); raise that\n2\n", done.stderr
+
+
+def test_a_text_that_no_file_may_hold_is_not_cut(templates: TemplateRenderer) -> None:
+    resource.prlimit(pid_of(templates), resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(RenderingError, match="makes a text for which there is no room; raise ulimit -f"):
+        templates.render("{{ 'a' * 200000 }}", {})
+    assert templates.render("{{ 'a' * 200000 }}", {}) == "a" * 200_000
