@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 from ..container_limits import signal_name
+from ..process import die_with_parent, hang_up
 from ..process_limits import as_limit_error
 from . import worker
 from .worker import ANSWER, NO_ROOM, OUT_OF_MEMORY, REQUEST, TOO_LONG, serve
@@ -50,9 +51,9 @@ class _Process:
 
     def __init__(self, fork: bool = False) -> None:
         with ExitStack() as opened:
-            self._connection, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+            self.connection, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
             self._memory = opened.enter_context(open(os.memfd_create("medusa-template"), "r+b", buffering=0))
-            self._connection.settimeout(_LOOK_S)
+            self.connection.settimeout(_LOOK_S)
             self._pid = (_fork if fork else _spawn)(theirs.fileno(), self._memory.fileno())
             self.files = opened.pop_all()
         theirs.close()
@@ -75,7 +76,7 @@ class _Process:
         limits = cpu_s, MEMORY_BYTES + _MEMORY_FACTOR * len(values), most
         try:
             self._write(source, values)
-            self._connection.send(REQUEST.pack(len(source), len(values), *limits))
+            self.connection.send(REQUEST.pack(len(source), len(values), *limits))
             failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S)))
             text = os.pread(self._memory.fileno(), min(size, 4 * most), 0).decode("utf-8", "surrogatepass")
             os.truncate(self._memory.fileno(), 0)
@@ -106,7 +107,7 @@ class _Process:
     def _receive(self, looks: int) -> bytes:
         for _ in range(looks):
             with suppress(TimeoutError):
-                return self._connection.recv(ANSWER.size)
+                return self.connection.recv(ANSWER.size)
             os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
         raise TimeoutError
 
@@ -174,7 +175,9 @@ class TemplateRenderer:
         return self._process
 
     def close(self) -> None:
-        """End the process. The next rendering starts another one."""
+        """End the process, and what it renders. The next rendering starts another one."""
+        if (process := self._process) is not None:
+            hang_up(process.connection)  # the thread that waits for its answer ends it, and the turn
         with self._turn:
             if self._process is not None:
                 self._process.close()
@@ -195,9 +198,11 @@ def template_renderer() -> TemplateRenderer:
 
 
 def _fork(connection: int, memory: int) -> int:
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     try:
+        die_with_parent(parent)  # not in _spawn: the kernel means the thread, and others may end
         serve(connection, memory)
     finally:
         os._exit(0)

@@ -143,8 +143,8 @@ def test_one_that_is_stopped_again_and_again_is_given_up(
 def test_an_answer_may_be_any_bytes(answer: bytes, templates: TemplateRenderer) -> None:
     assert templates._process is not None
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    with templates._process._connection, ours, theirs:
-        templates._process._connection = ours
+    with templates._process.connection, ours, theirs:
+        templates._process.connection = ours
         theirs.send(answer)
         if answer.endswith(b"@"):  # it has so many bytes: they cannot be more than the file has
             assert templates.render("ö", {}) == "ö{}"
@@ -215,6 +215,31 @@ def test_it_ends_with_its_parent_and_has_none_of_its_files_signals_and_secrets(h
         finally:
             parent.kill()
         until(lambda: not alive(pid))
+
+
+def test_a_stopped_one_ends_with_the_process_that_forked_it() -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["wait"], "fork"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    try:
+        until(lambda: not alive(pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_closing_it_ends_a_rendering(templates: TemplateRenderer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(templates.render, SLOW, {})
+        until(templates._turn.locked)
+        time.sleep(0.2)
+        templates.close()
+        with pytest.raises(RenderingError, match="ended the process that renders it"):
+            slow.result()
+    assert templates.render("{{ a }}", {"a": 2}) == "2"
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
