@@ -119,7 +119,8 @@ def test_one_that_was_stopped_goes_on(templates: TemplateRenderer) -> None:
 def test_one_that_is_stopped_again_and_again_is_given_up(
     templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renderer, "CPU_S", 0.1)
+    monkeypatch.setattr(renderer, "CPU_S", 1)
+    monkeypatch.setattr(renderer, "_WALL_FACTOR", 2)  # each time it goes on, it may run until `stop` gets a CPU again
     stopped = pid_of(templates)
     ended = threading.Event()
 
