@@ -137,7 +137,7 @@ class _Places:
 
     def __init__(self, index: Index, placement: Placement, lacking: Container[str]) -> None:
         self._lacking = lacking
-        self.placement = self._placement = placement
+        self.placement = placement
         self._nodes, self._shapes = placement.nodes, index.shapes
         emptying = {
             name
@@ -192,7 +192,7 @@ class _Places:
 
     def _need(self, deployment: Deployment) -> tuple[Any, ...]:
         """Return what decides, beside the size, on whether there is a place. A larger model never has more of them."""
-        return *Claim.of(deployment), deployment.kv_bytes, self._placement.is_too_large(deployment)
+        return *Claim.of(deployment), deployment.kv_bytes, self.placement.is_too_large(deployment)
 
     def _by_shape(self, names: Iterable[str]) -> dict[object, dict[str, None]]:
         found: defaultdict[object, dict[str, None]] = defaultdict(dict)
@@ -209,9 +209,9 @@ class _Places:
 
     def _suits(self, deployment: Deployment, node: Node) -> bool:
         """Return whether an instance has room on nodes of a node's shape while they are empty."""
-        if not self._placement.is_for(node, deployment):
+        if not self.placement.is_for(node, deployment):
             return False
-        large = is_large_enough(node, deployment) or self._placement.is_too_large(deployment)
+        large = is_large_enough(node, deployment) or self.placement.is_too_large(deployment)
         on_device = needs_devices(Claim.of(deployment), self._shapes)
         return large and (not on_device or node.computes_on_device(deployment.device))
 
@@ -222,7 +222,7 @@ class _Places:
         nodes = self._suitable(deployment, self._free)
         if deployment.device == "cpu":
             nodes = chain(nodes, self._suitable(deployment, self._beside))
-        if any(self._placement.lacking(node, deployment) <= 0 for node in nodes):
+        if any(self.placement.lacking(node, deployment) <= 0 for node in nodes):
             return True
         _note(self._none_free, need, deployment.size_bytes)
         return False
@@ -233,7 +233,7 @@ class _Places:
         """Return the instances that make a place on the node where that takes the fewest, or None."""
         best: list[Instance] | None = None
         for node in self._suitable(deployment, by_shape):
-            ends = losing.ends(node, deployment, self._placement.lacking(node, deployment))
+            ends = losing.ends(node, deployment, self.placement.lacking(node, deployment))
             if ends is not None and (best is None or len(ends) < len(best)):
                 best = ends
                 if len(ends) == 1:
