@@ -70,6 +70,13 @@ def check_files() -> None:
             raise limit from None
 
 
+def used_bytes(limit: int) -> int:
+    """Return how much this process has of what a limit is about: RLIMIT_AS, all addresses, or RLIMIT_DATA."""
+    name = {resource.RLIMIT_AS: b"VmSize:", resource.RLIMIT_DATA: b"VmData:"}[limit]
+    with open("/proc/self/status", "rb") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name)) << 10
+
+
 def most_files() -> int:
     """Return how many files this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

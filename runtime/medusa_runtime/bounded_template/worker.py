@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..process import end_first, name_process
+from ..process_limits import used_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,6 @@ REQUEST = struct.Struct("<QQdQQ")  # bytes of the template and of its values; li
 ANSWER = struct.Struct("<?Q")  # whether the text is an error, and its bytes
 OUT_OF_MEMORY, TOO_LONG, NO_ROOM = 77, 78, 79  # exit statuses
 _MOST_CHARACTERS = 2000  # of an error
-_PAGE_BYTES = resource.getpagesize()
 
 
 def serve(connection: int, memory: int) -> None:
@@ -57,8 +57,7 @@ def serve(connection: int, memory: int) -> None:
 
 def _limit_memory(by_bytes: int) -> None:
     """Let this process grow by so many bytes from now on."""
-    with open("/proc/self/statm") as statm:
-        limit = int(statm.read().split()[0]) * _PAGE_BYTES + by_bytes
+    limit = used_bytes(resource.RLIMIT_AS) + by_bytes
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 

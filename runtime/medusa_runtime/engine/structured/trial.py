@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...process import die_with_parent, wait_readable
+from ...process_limits import used_bytes
 
 CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
@@ -72,8 +73,8 @@ def try_grammar(make: Callable[[], Any], cpu_s: float = CPU_S) -> Trial:
 def _try_grammar(make: Callable[[], Any], cpu_s: float) -> Trial:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends this process; RLIMIT_CPU counts whole seconds
-    virtual, resident = _memory()
-    resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY_BYTES, virtual + MEMORY_BYTES))
+    resident, limit = _resident_bytes(), used_bytes(resource.RLIMIT_AS) + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         matcher = make()
         if not matcher.is_error():
@@ -81,11 +82,9 @@ def _try_grammar(make: Callable[[], Any], cpu_s: float) -> Trial:
         fault = matcher.get_error()
     except BaseException as error:  # noqa: BLE001 - the library's panics are no Exceptions
         fault = str(error) or type(error).__name__
-    return Trial(fault[:_MOST_CHARACTERS], max(_memory()[1] - resident, 0))
+    return Trial(fault[:_MOST_CHARACTERS], max(_resident_bytes() - resident, 0))
 
 
-def _memory() -> tuple[int, int]:
-    """Return the virtual and the resident size of this process, in bytes."""
+def _resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
-        virtual, resident = statm.read().split()[:2]
-    return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+        return int(statm.read().split()[1]) * _PAGE_BYTES

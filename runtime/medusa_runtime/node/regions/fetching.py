@@ -16,6 +16,7 @@ from ...config import Settings
 from ...errors import NodeError, from_code
 from ...liveness import Heartbeats
 from ...process import ReportPipe, end_first, name_process
+from ...process_limits import used_bytes
 from ...region.pages import prefault_private_pages
 from ...region.reader import Region
 from ...registry import engine_names
@@ -286,9 +287,7 @@ def _open_folder(key: str, folder: Folder) -> FolderStore:
 
 
 def _limit_memory() -> None:
-    with open("/proc/self/status", "rb") as status:
-        data_kb = next(int(line.split()[1]) for line in status if line.startswith(b"VmData:"))
-    limit = (data_kb << 10) + _MEMORY_BYTES
+    limit = used_bytes(resource.RLIMIT_DATA) + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
