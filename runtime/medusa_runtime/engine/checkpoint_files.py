@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError, ModelError
 from ..models import ModelConfig, model_config
 from ..models.backend import no_config
+from ..models.base import DTYPES
 from ..models.fields import ReadFile, read_object, token_ids
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 
 
-def read_config(read: ReadFile, index: WeightIndex) -> ModelConfig:
+def read_config(read: ReadFile, index: WeightIndex, dtype: str = "auto") -> ModelConfig:
     """Read config.json. Raises MismatchError if there is none, CorruptError, and what ``model_config`` raises.
 
-    A config without a dtype gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
+    ``dtype`` is the setting: a name that config.json may have, too, or "auto" for what it has. A config without any
+    gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
     """
     raw = read_config_json(read)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         raw["dtype"] = weights_dtype(index)
-    return model_config(raw)
+    config = model_config(raw)
+    return config if dtype == "auto" else replace(config, dtype=DTYPES[dtype])
 
 
 def read_config_json(read: ReadFile) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.index import WeightIndex
@@ -15,6 +13,7 @@ from ..errors import ConfigError
 from ..imports.lazy_torch import import_torch
 from ..models.backend import backend
 from ..models.fields import ReadFile
+from ..process_limits import used_bytes
 
 if TYPE_CHECKING:
     from ..load.applier import Applier
@@ -41,8 +40,7 @@ def check(read: ReadFile, index: WeightIndex, settings: Settings) -> None:
 def _bounded_memory() -> Iterator[None]:
     """Raise ConfigError if the code in this context needs more than _MOST_BYTES of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    most = int(status["VmData"].split()[0]) * 1024 + _MOST_BYTES
+    most = used_bytes(resource.RLIMIT_DATA) + _MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     try:
         yield
@@ -63,16 +61,13 @@ def check_tokenizer(read: ReadFile) -> None:
 
 
 def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
-    import torch
-
     from .checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
 
-    config = read_config(read, index)
+    config = read_config(read, index, settings.dtype)
     if settings.device == "cuda":
         check_for_gpu(config)
     read_eos_token_ids(read, config)
-    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return replace(config, dtype=dtype).model().applier(dtype)
+    return config.model().applier(config.dtype)
 
 
 def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +76,10 @@ class TorchEngine:
         gpu = self._gpu = gpu or open_gpu(settings, timeline)
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
-            config = read_config(region.file, region.wait_index())
+            config = read_config(region.file, region.wait_index(), settings.dtype)
             if gpu is not None:
                 check_for_gpu(config)
-        dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        config = replace(config, dtype=dtype)
+        dtype = config.dtype
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = config.model()
         self._dtype = dtype

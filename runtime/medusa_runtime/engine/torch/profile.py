@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -43,9 +42,9 @@ def profile(region: Region, settings: Settings) -> Profile:
     """Profile a region's model on this machine's CPU. Raises what an engine would raise for it."""
     if backend(region.file, settings).kind in ("encoder", "classifier"):
         return Profile(_encoder_order(region), None)
-    config = read_config(region.file, region.wait_index())
-    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = replace(config, dtype=dtype).model()
+    config = read_config(region.file, region.wait_index(), settings.dtype)
+    dtype = config.dtype
+    model = config.model()
     timeline = Timeline.create("profile")
     applier = model.applier(dtype)
     loader = Loader(region, applier, timeline=timeline)
