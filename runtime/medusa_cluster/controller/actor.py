@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
-from medusa_runtime.errors import ClusterError, json_excerpt
+from medusa_runtime.errors import ClusterError
 from medusa_runtime.logs import configure_logging, log_to_file
 from medusa_runtime.storage.peer_access import PeerAccess, call_failure
 from yarl import URL
@@ -34,6 +34,7 @@ from ..node.ray.processes import (
     PORT_LABEL,
 )
 from .cluster import OPTIONS, Cluster
+from .reports import log_sizes, log_text
 
 CONTROLLER_NAME = "controller"
 _ACTOR_THREADS = 8  # threads
@@ -86,11 +87,7 @@ class RayNodes:
     async def logs(self, node: str, url: str, log: str | None, after: int | None, timeout_s: float) -> Any:
         one = "" if log is None else f"/{quote(log, safe='')}" + ("" if after is None else f"?after={after}")
         found = result_of(await self._get(f"{url}/logs{one}", timeout_s))
-        if log is None and not _are_sizes(found):
-            raise ClusterError(f"expected the names of logs and their bytes from {node}, found {json_excerpt(found)}")
-        if log is not None and not _is_text(found):
-            raise ClusterError(f"expected text, start and end of {log} from {node}, found {json_excerpt(found)}")
-        return found
+        return log_sizes(found, node) if log is None else log_text(found, node, log)
 
     async def _get(self, url: str, timeout_s: float) -> Any:
         """Return the JSON at a URL of a node server. Raises ClusterError if it does not answer with any."""
@@ -160,15 +157,6 @@ class RayNodes:
             await asyncio.get_running_loop().run_in_executor(None, request)
         except Exception as error:
             raise ClusterError(f"Ray's autoscaler could not be asked for nodes: {error}") from error
-
-
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, dict) and all(type(size_bytes) is int and size_bytes >= 0 for size_bytes in found.values())
-
-
-def _is_text(found: Any) -> bool:
-    places = isinstance(found, dict) and all(type(found.get(place)) is int for place in ("start", "end"))
-    return places and isinstance(found.get("text"), str)
 
 
 def _access(environ: Mapping[str, str]) -> PeerAccess:

@@ -35,6 +35,22 @@ def loads_of(found: Any) -> dict[str, dict[str, float]]:
     raise ConfigError(f"report: expected loads of numbers by model, found {json_excerpt(found)}")
 
 
+def log_sizes(found: Any, node: str) -> Mapping[str, int]:
+    """Return the bytes of a node's logs by their names, unchanged. Raises ClusterError if it is something else."""
+    if not _SIZES(found):
+        raise ClusterError(f"expected the names of logs and their bytes from {node}, found {json_excerpt(found)}")
+    sizes: dict[str, int] = found
+    return sizes
+
+
+def log_text(found: Any, node: str, log: str) -> Mapping[str, Any]:
+    """Return a part of a log unchanged: its text, start and end. Raises ClusterError if it is something else."""
+    if not _LOG_TEXT(found):
+        raise ClusterError(f"expected text, start and end of {log} from {node}, found {json_excerpt(found)}")
+    part: dict[str, Any] = found
+    return part
+
+
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -45,6 +61,10 @@ def _text_or_none(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value < _LARGEST
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _numbers(value: Any) -> bool:
@@ -79,6 +99,8 @@ def _object(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Che
     return check
 
 
+_SIZES = _by_name(_count)
+_LOG_TEXT = _object({"text": _text, "start": _count, "end": _count}, {})
 _LAYERS: Check = lambda value: (  # noqa: E731
     value is None or (_text(value) and (not value or all(part.isdecimal() for part in value.split(":", 1))))
 )
