@@ -67,7 +67,6 @@ class Placement:
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
     _rivals_of: dict[tuple[int, int, str], list[Rival]] = field(default_factory=dict)
-    _needs: Needs | None = None
     _with_devices: dict[str, list[Node]] = field(default_factory=dict)  # kind → nodes with accelerators, or all
     _costs_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _rooms: defaultdict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -305,12 +304,17 @@ class Placement:
         if deployment.device == "cpu":
             return []
         if key not in self._rivals_of:
-            sizes = [size for size, count in self.index.sizes.items() if count > 0]
-            alike = len(sizes) <= 1 and self.most_devices <= deployment.devices
-            if not alike:
-                self._needs = self._needs or Needs(self.deployments, sizes)
-            self._rivals_of[key] = [] if self._needs is None else self._needs.rivals(deployment)
+            alike = len(self._sizes) <= 1 and self.most_devices <= deployment.devices
+            self._rivals_of[key] = [] if alike else self._needs.rivals(deployment)
         return self._rivals_of[key]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [size for size, count in self.index.sizes.items() if count > 0]
+
+    @cached_property
+    def _needs(self) -> Needs:
+        return Needs(self.deployments, self._sizes)
 
     def _costs(self, name: str, deployment: Deployment) -> int:
         """Return how many kinds of larger models lose a place if an instance starts on a node."""

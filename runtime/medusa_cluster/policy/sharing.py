@@ -89,14 +89,13 @@ def _divide_all(
             reservation = places.reserve(counts[name].deployment, reservations)
             if reservation is None:
                 continue
-            if not reservation.left_s:
-                del found[name]
-            for other, instance in reservation.ends:
-                if reservation.left_s:
-                    held.add(instance.id)
-                    turns[other] = Turn(left_s=turns[other].left_s)
-                else:
-                    demands[other] = min(demands[other], counts[other].current) - 1
+            if reservation.left_s:
+                held |= {instance.id for _, instance in reservation.ends}
+                turns |= {other: Turn(left_s=turns[other].left_s) for other, _ in reservation.ends}
+                continue
+            del found[name]
+            for other, _ in reservation.ends:
+                demands[other] = min(demands[other], counts[other].current) - 1
         in_vain.update(found)
     for name, wanted in in_vain.items():  # it starts as soon as there is a place, and others may make room for it
         if counts[name].wanted == counts[name].current:

@@ -20,7 +20,7 @@ def turn(count: RoleCount, load: Load, now_s: float, turn_s: float | None = TURN
     most twice what the best choice would have cost (the ski rental problem). All are equal if ``turn_s`` is None.
     """
     if turn_s is None:
-        return Turn(0)
+        return Turn()
     if not count.current:
         late = load.longest_wait_s >= turn_s
         return Turn(1 if late else 3, -load.longest_wait_s, starts=True, is_late=late)
