@@ -33,7 +33,7 @@ _MOST_CPU_S = 30.0
 _CPU_BYTES = 25_000  # of messages and tools for a second more
 MEMORY_BYTES = 256 << 20
 _MEMORY_FACTOR = 32  # parsed values take up to thirty times the memory of their text
-MOST_BYTES = 32 << 20  # of the answer, and four times the messages
+MOST_CHARACTERS = 32 << 20  # of the answer, and four for each byte of the messages
 _LOOK_S = 0.5
 _WALL_FACTOR = 20  # a busy machine gives the process a twentieth of a CPU, or the rendering is given up
 _TURN_S = 0.5  # a rendering that takes longer does not keep those of other threads waiting
@@ -72,18 +72,18 @@ class _Process:
 
     def render(self, source: bytes, values: bytes) -> str:
         cpu_s = min(CPU_S + len(values) / _CPU_BYTES, _MOST_CPU_S)
-        most = MOST_BYTES + 4 * len(values)
-        limits = cpu_s, MEMORY_BYTES + _MEMORY_FACTOR * len(values), most
+        memory_bytes = MEMORY_BYTES + _MEMORY_FACTOR * len(values)
+        most = MOST_CHARACTERS + 4 * len(values)
         try:
             self._write(source, values)
-            self.connection.send(REQUEST.pack(len(source), len(values), *limits))
+            self.connection.send(REQUEST.pack(len(source), len(values), cpu_s, memory_bytes, most))
             failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S)))
             text = os.pread(self._memory.fileno(), min(size, 4 * most), 0).decode("utf-8", "surrogatepass")
             os.truncate(self._memory.fileno(), 0)
         except BaseException as error:  # a later request must not get this one's answer
             self.close()
             if isinstance(error, OSError | ValueError | struct.error) and not as_limit_error(error):
-                raise RenderingError(self._fault(error, cpu_s, most)) from error
+                raise RenderingError(self._fault(error, cpu_s, memory_bytes, most)) from error
             raise
         if failed:
             raise RenderingError(text)
@@ -111,14 +111,14 @@ class _Process:
             os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
         raise TimeoutError
 
-    def _fault(self, error: Exception, cpu_s: float, most: int) -> str:
+    def _fault(self, error: Exception, cpu_s: float, memory_bytes: int, most: int) -> str:
         """Return why the process, which has ended, gave no answer."""
         if isinstance(error, TimeoutError):
             return f"was not rendered within {_WALL_FACTOR * cpu_s:.3g} s, on this busy machine; try again"
         if self._status == -signal.SIGPROF:
             return f"took more than {cpu_s:.3g} s of CPU time{_ADVICE}"
         if self._status == OUT_OF_MEMORY:
-            return f"took more than {MEMORY_BYTES >> 20} MB of memory{_ADVICE}"
+            return f"took more than {memory_bytes >> 20} MB of memory{_ADVICE}"
         if self._status == TOO_LONG:
             return f"makes a text of more than {most} characters from these messages{_ADVICE}"
         if self._status == NO_ROOM:
@@ -135,11 +135,14 @@ class TemplateRenderer:
     """
 
     def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _reset(self) -> None:
         self._turn = threading.Lock()
         self._began_s = 0.0  # when the last one began that has had its turn
         self._others = threading.BoundedSemaphore(_MOST_OTHERS)
         self._process: _Process | None = None
-        os.register_at_fork(after_in_child=self._forget)
 
     def start(self, *, fork: bool = False) -> None:
         """Start the process ahead: with ``fork`` as a small one, but not from a process with several threads."""
@@ -184,11 +187,9 @@ class TemplateRenderer:
 
     def _forget(self) -> None:
         """Leave the process to the parent of this one, which has just been forked."""
-        self._turn = threading.Lock()
-        self._others = threading.BoundedSemaphore(_MOST_OTHERS)
         if self._process is not None:
             self._process.files.close()
-            self._process = None
+        self._reset()
 
 
 @cache
