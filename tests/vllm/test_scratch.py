@@ -1,4 +1,4 @@
-"""What is left of vLLM's processes when they are killed: nothing, not even names in /dev/shm."""
+"""vLLM's processes leave nothing when they are killed, not even names in /dev/shm."""
 
 from __future__ import annotations
 

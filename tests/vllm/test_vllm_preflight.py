@@ -1,4 +1,4 @@
-"""What is said of checkpoints for vLLM where it is installed: its files are read, vLLM is not imported."""
+"""Checks of checkpoints for a vLLM that is installed: they read its files, and do not import it."""
 
 from __future__ import annotations
 

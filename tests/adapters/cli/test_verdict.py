@@ -58,7 +58,7 @@ def changed(source: Path, target: Path, change: Callable[[Tensors], object] | No
 
 
 def verdicts(model: str | Path, *flags: str) -> tuple[str, str, str]:
-    """What inspect says runs a checkpoint, and the level and the text of doctor's finding."""
+    """Return inspect's row ``runs`` for a checkpoint, and the level and the text of doctor's finding."""
     shown = medusa_command.medusa("inspect", model, *flags)
     assert shown.returncode == 0, shown.stderr
     (runs,) = [line.split(maxsplit=1)[1] for line in shown.stdout.splitlines() if line.startswith("  runs ")]

@@ -1,4 +1,4 @@
-"""What the controller takes from node servers over HTTP, where a node may answer anything."""
+"""The controller asks node servers over HTTP. A node may answer anything."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_of_too_many_connections_without_a_request_the_oldest_is_closed(monkeypa
 
 @pytest.mark.parametrize("before", [9, len(HEAD)])
 def test_the_time_in_which_this_process_stands_still_is_not_the_client_s(before: int) -> None:
-    """As while it is stopped, or its machine is, whether the rest of a head comes meanwhile or later."""
+    """A process that was stopped, or whose machine was, answers it whether its rest comes meanwhile or later."""
 
     async def scenario(connect: Connect) -> None:
         for _ in range(5):

@@ -17,10 +17,11 @@ _ENGINE = next(option for option in OPTIONS if option.field == "engine")
 
 
 class Verdict(NamedTuple):
-    """What serves a checkpoint.
+    """The result of a check of a checkpoint.
 
-    ``problem`` says why the engine in the settings does not serve it. If there is a ``backend`` nevertheless, it is
-    that of another engine, which may. ``unchecked`` says why only small files were checked; it is empty if all was.
+    ``backend`` serves it; None: nothing does. ``problem`` says why the engine in the settings does not. If there is a
+    ``backend`` nevertheless, it is that of another engine, which may. ``unchecked`` says why only small files were
+    checked; it is empty if all was.
     """
 
     backend: Backend | None
