@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from medusa_handler.model import adapters
 from medusa_handler.model.adapters import AdapterLease, Adapters
 from medusa_handler.openai.adapters import load_adapter
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import StorageError
+from medusa_runtime.errors import LimitError, StorageError
 from medusa_runtime.timeline import Timeline
 
 
@@ -57,3 +59,16 @@ def test_a_load_that_fails_brings_back_the_adapter_it_replaced() -> None:
     with pytest.raises(StorageError):
         load_adapter(service, {"lora_name": "a", "lora_path": "/models/new", "load_inplace": True}, lambda: False)
     assert found.urls() == {"a": "/models/before"}
+
+
+def test_an_adapter_that_no_thread_could_fetch_is_fetched_for_the_next_request(tmp_path: Path) -> None:
+    found = Adapters(Settings(node_socket="none", hold_s=60), None, Timeline.create("test"))
+    found.add("a", str(tmp_path / "missing"))
+    size = threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(LimitError, match="no further process or thread could be made"):
+            found.acquire("a", lambda: None)
+    finally:
+        threading.stack_size(size)
+    with pytest.raises(HttpError, match=r"expected adapter_model\.safetensors or adapter_model\.bin"):
+        found.acquire("a", lambda: None)

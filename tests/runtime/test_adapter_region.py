@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import resource
 import socket
+import threading
 from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import ObjectNotFoundError
+from medusa_runtime.errors import LimitError, ObjectNotFoundError
 from medusa_runtime.instance.adapter_region import AdapterRegion, open_adapter
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import channel_pair, send
@@ -46,3 +48,14 @@ def test_a_signature_in_an_adapters_url_is_not_shown_to_those_who_ask_for_it(ori
     with pytest.raises(ObjectNotFoundError, match=r"expected adapter_model.safetensors or adapter_model.bin") as caught:
         open_adapter(f"{origin.url}/a?signature=secret", Settings(), Timeline.create("test"))
     assert "secret" not in str(caught.value)
+
+
+def test_without_room_for_a_thread_an_adapter_leaves_nothing_open() -> None:
+    timeline = Timeline.create("test")
+    before, size = os.listdir("/proc/self/fd"), threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(LimitError, match="no further process or thread could be made"):
+            open_adapter("/nowhere", Settings(node_socket="none"), timeline)
+    finally:
+        threading.stack_size(size)
+    assert os.listdir("/proc/self/fd") == before

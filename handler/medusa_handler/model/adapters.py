@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from medusa_runtime.config import lora_modules
 from medusa_runtime.engine.frames import close_all
 from medusa_runtime.errors import MedusaError, ObjectNotFoundError, json_excerpt
+from medusa_runtime.process_limits import as_limit_error
 
 from ..disconnection import POLL_S
 from ..faults import ApiError, not_ready
@@ -172,9 +173,13 @@ class Adapters:
                         raise _does_not_exist(entry.name, f": {entry.error}") from entry.error
                     raise entry.error
                 if not entry.opening and self._make_room():
+                    thread = threading.Thread(target=self._fetch, args=(entry,), name="adapter", daemon=True)
+                    try:
+                        thread.start()  # it waits until this one has let go of the lock
+                    except RuntimeError as error:
+                        raise as_limit_error(error) or error from error
                     entry.opening, entry.error = True, None
                     entry.attempts += 1
-                    threading.Thread(target=self._fetch, args=(entry,), name="adapter", daemon=True).start()
                 self._changed.wait(POLL_S)
                 wait_check()
                 if time.monotonic() > deadline:

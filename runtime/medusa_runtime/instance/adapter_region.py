@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..checkpoint.adapter import ADAPTER_FILES, adapter_urls
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeError, ObjectNotFoundError, TooLargeError
+from ..process_limits import as_limit_error
 from ..region.reader import Region
 from ..timeline import Timeline
 from .supervisor import has_agent
@@ -97,9 +98,12 @@ def _from_agent(url: str, settings: Settings) -> AdapterRegion | None:
 def _fetched(url: str, settings: Settings, timeline: Timeline) -> Region:
     """Make a region that a thread fills, and return it when it is sealed, or its fetch has failed."""
     region, owner = Region.create(), _AdapterOwner(settings)
-    threading.Thread(
-        target=_fetch, args=(region, url, settings, timeline, owner), name="adapter-fetch", daemon=True
-    ).start()
+    arguments = region, url, settings, timeline, owner
+    try:
+        threading.Thread(target=_fetch, args=arguments, name="adapter-fetch", daemon=True).start()
+    except RuntimeError as error:
+        region.close()
+        raise as_limit_error(error) or error from error
     owner.sealed.wait()
     return region
 

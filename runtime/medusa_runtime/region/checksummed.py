@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+from contextlib import ExitStack
 
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
@@ -30,21 +31,19 @@ class ChecksummedRegion:
     def __init__(self, region: Region) -> None:
         """Raises StorageError if the region is not laid out within a second, has failed, or has no checksums."""
         self._region = region
-        try:
-            self._open()
-        except TimeoutError:
-            region.close()
-            raise StorageError(f"the region was not laid out within {_LAID_OUT_S:g} s") from None
-        except BaseException:
-            region.close()
-            raise
+        with ExitStack() as opened:
+            opened.callback(region.close)
+            try:
+                self.index: WeightIndex = region.wait_index(_LAID_OUT_S)
+            except TimeoutError:
+                raise StorageError(f"the region was not laid out within {_LAID_OUT_S:g} s") from None
+            # One mapping of everything in front of the data, read-only.
+            descriptor = reopen(region.fd, os.O_RDONLY)
+            self.file = opened.enter_context(open(descriptor, "rb", buffering=0))
+            self._map_front(descriptor)
+            opened.pop_all()
 
-    def _open(self) -> None:
-        region = self._region
-        self.index: WeightIndex = region.wait_index(_LAID_OUT_S)
-        # One mapping of everything in front of the data, read-only.
-        descriptor = reopen(region.fd, os.O_RDONLY)
-        self.file = open(descriptor, "rb", buffering=0)  # noqa: SIM115  closed by ``close``
+    def _map_front(self, descriptor: int) -> None:
         with mmap.mmap(descriptor, HEADER_BYTES, prot=mmap.PROT_READ) as header:
             words = memoryview(header).cast("Q")
             self._data_offset, sums = words[Word.DATA_OFFSET], words[Word.CHECKSUMS_OFFSET]
@@ -53,7 +52,6 @@ class ChecksummedRegion:
             words.release()
         self.chunks = Chunks(self.index, self.chunk_bytes)
         if not sums or any(shard.path is not None for shard in self.index.shards):
-            self.file.close()
             raise StorageError("this region was not made for peers: it has no checksums")
         self._map = mmap.mmap(descriptor, self._data_offset, prot=mmap.PROT_READ)
         memory = memoryview(self._map)

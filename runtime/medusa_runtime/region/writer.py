@@ -40,7 +40,11 @@ class RegionWriter:
         if not lock(self._fd):
             os.close(self._fd)
             raise StorageError("another prefetcher is filling this region; expected to be the only one")
-        self._memory = WriterMemory(self._fd)
+        try:
+            self._memory = WriterMemory(self._fd)
+        except BaseException:  # the lock would keep others out
+            os.close(self._fd)
+            raise
         self.demand = DemandRings(self._memory)
         self._publishing = threading.Lock()
         self._order: list[int] = []

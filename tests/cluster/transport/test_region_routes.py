@@ -24,6 +24,7 @@ from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.errors import ObjectNotFoundError, StorageError
 from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.region.layout import Word
 from medusa_runtime.region.reader import Region
 from medusa_runtime.region.writer import RegionWriter
 from medusa_runtime.storage.framing import PEER_CHUNK_BYTES, import_xxh3_64
@@ -134,6 +135,14 @@ def served() -> Iterator[Served]:
     one = Served()
     yield one
     one.close()
+
+
+def test_a_region_that_cannot_be_mapped_leaves_nothing_open(served: Served) -> None:
+    os.pwrite(served.region.fd, (1 << 60).to_bytes(8, "little"), 8 * Word.DATA_OFFSET)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        ChecksummedRegion(Region(os.dup(served.region.fd)))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_range_is_sent_as_its_chunks_arrive(served: Served) -> None:

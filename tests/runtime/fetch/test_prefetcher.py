@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from medusa_runtime.errors import (
     UnreachableError,
 )
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.lock import is_locked
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -219,6 +221,15 @@ def test_only_one_writer(region: Region) -> None:
         region.writer()
     writer.close()
     region.writer().close()
+
+
+def test_a_region_that_cannot_be_mapped_is_left_to_others() -> None:
+    with closing(Region(os.memfd_create("empty"))) as region:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(ValueError, match="greater than file size"):
+            region.writer()
+        assert os.listdir("/proc/self/fd") == before
+        assert not is_locked(region.fd)
 
 
 def test_a_dead_prefetcher_is_noticed(served: Any, region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
