@@ -12,6 +12,7 @@ import http
 import logging
 import queue
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gunicorn import __version__, version_info
 from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 from medusa_runtime.errors import ConfigError
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST, BELOW = (27, 0), (27, 1)  # 26.2 and older keep a pipelined request that was read ahead waiting for more bytes
-_RETRY_S = 0.05  # how long to wait before looking for a free descriptor again
+_RETRY_S = 0.05  # how long to wait before looking again for a free descriptor, or for a worker that has ended
 _STATUSES = (
     (errors.LimitRequestLine, 414),
     (errors.LimitRequestHeaders, 431),
@@ -100,6 +102,19 @@ def _has_more(req: Any) -> bool:
     return getattr(reader, "length", 0) > SMALL_BODY_BYTES or getattr(reader, "parser", None) is not None
 
 
+class _Arbiter(Arbiter):  # type: ignore[misc]
+    """The worker's parent, whose wait for its end does not depend on the wall clock: that may be set meanwhile."""
+
+    def stop(self, graceful: bool = True) -> None:
+        deadline = time.monotonic() + self.cfg.graceful_timeout
+        self.kill_workers(signal.SIGTERM if graceful else signal.SIGQUIT)
+        while self.WORKERS and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+            self.reap_workers()
+        self.kill_workers(signal.SIGKILL)
+        super().stop(graceful)
+
+
 class FunctionServer(BaseApplication):  # type: ignore[misc]
     """The gunicorn application.
 
@@ -132,6 +147,9 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
             body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full
         )
         super().__init__()
+
+    def run(self) -> None:
+        _Arbiter(self).run()
 
     def load_config(self) -> None:
         for name, value in self._options.items():

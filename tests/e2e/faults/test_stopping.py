@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shifted_clock import ShiftedClock
 from waiting import until
 
 Start = Callable[..., Any]
@@ -72,6 +73,30 @@ def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path
             time.sleep(0.1)
         assert serving.wait_gone(descendants) == 1
         assert "still running" not in serving.output()
+
+
+def test_a_clock_that_is_set_while_it_drains_cuts_no_request_off(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text(
+        "import os, time\ndef handle(request):\n"
+        "    print('got it', flush=True)\n"
+        f"    while not os.path.exists('{tmp_path}/go'):\n        time.sleep(0.05)\n"
+        "    return 'done'"
+    )
+    clock = ShiftedClock(tmp_path)
+    serving = start("--handler", f"{tmp_path}/handler.py:handle", "--drain-s", "600", env=clock.environ)
+    serving.wait_ready()
+    with closing(http.client.HTTPConnection("127.0.0.1", serving.port, timeout=240)) as client:
+        client.request("POST", "/", b"x")
+        until(lambda: "got it" in serving.output())
+        serving.process.send_signal(signal.SIGTERM)
+        until(lambda: "waiting for 1 request" in serving.output())
+        for hours in (1, -1):
+            clock.set(hours * 3600)
+            time.sleep(0.5)  # gunicorn looks at the clock every tenth of a second
+        children = serving.children()
+        (tmp_path / "go").touch()
+        assert client.getresponse().read() == b"done"
+        assert serving.wait_gone(children) == 0
 
 
 def test_nothing_is_left_of_a_killed_instance(start: Start, example: Path) -> None:
