@@ -98,11 +98,14 @@ class OutOfMemory:
         if status >= 0:
             return f"exit status {status}"
         how = f"killed by {signal_name(-status)}"
+        return f"{how}: {self.words()}" if self.has_killed(status) else how
+
+    def has_killed(self, status: int) -> bool:
+        """Return whether a process that has ended with this status was killed because memory ran out."""
         if -status != signal.SIGKILL:
-            return how
+            return False
         self.look()
-        recent = time.monotonic() - self._last_s < _RECENT_S
-        return f"{how}: {self.words()}" if recent else how
+        return time.monotonic() - self._last_s < _RECENT_S
 
     def _kills(self) -> int:
         """Return the kernel's count for this process's own group; 0 where the kernel keeps none."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from medusa_runtime.bounded_json import count_values, parse_json
-from medusa_runtime.bounded_template.renderer import RenderingError, template_renderer
-from medusa_runtime.errors import json_kind
+from medusa_runtime.bounded_template.renderer import RenderingError, TooLongError, template_renderer
+from medusa_runtime.errors import ContextLengthError, json_kind
 
-from ..faults import ApiError
+from ..faults import ApiError, ClientDisconnectedError
 
 _MOST_VALUES = 200_000  # in the arguments of all calls together; others stay text
 ReadFile = Callable[[str], bytes | None]
@@ -20,9 +20,13 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name, and its special tokens. ``read`` returns a file's bytes or None."""
+    """The templates of one checkpoint by name, and its special tokens.
 
-    def __init__(self, read: ReadFile) -> None:
+    ``read`` returns a file's bytes or None. ``most_characters`` returns how many a prompt may have, if that is known.
+    """
+
+    def __init__(self, read: ReadFile, most_characters: Callable[[], int | None] = lambda: None) -> None:
+        self._most_characters = most_characters
         config = _json(read, "tokenizer_config.json")
         tokens = {**_json(read, "special_tokens_map.json"), **config}
         self._special = {name: _content(tokens[name]) for name in _SPECIAL if tokens.get(name) is not None}
@@ -37,8 +41,16 @@ class ChatTemplate:
         """Return whether a template mentions the variable ``name``. If none does, it would not reach the model."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
-    def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        """Return the prompt. Raises ApiError 400 if there is no template or it refuses the messages."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        is_disconnected: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Return the prompt. Raises ApiError 400 if there is no template or it refuses the messages.
+
+        Raises ContextLengthError if it makes a text of them that is certainly too long, and ClientDisconnectedError.
+        """
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ApiError(
@@ -54,8 +66,17 @@ class ChatTemplate:
             messages = list(turns(messages))
         values = {**self._special, **arguments, "messages": messages}
         continuing = values.pop("continue_final_message", False)
+
+        def check() -> None:
+            if is_disconnected():
+                raise ClientDisconnectedError
+
         try:
-            text = template_renderer().render(self._sources[name], values)
+            text = template_renderer().render(
+                self._sources[name], values, check=check, most_characters=self._most_characters()
+            )
+        except TooLongError as error:
+            raise ContextLengthError(f"the model's chat template {name!r} {error}", "messages") from error
         except RenderingError as error:
             message = f"the model's chat template {name!r} {error}"
             raise ApiError(400, message, param="messages", code="bad_messages") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name, small_files
-from medusa_runtime.engine.serving.validation import accepts
+from medusa_runtime.engine.serving.validation import accepts, most_characters
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.models.fields import read_object
 
@@ -93,8 +93,13 @@ class ServedModel:
         if self._chat_template is None:
             assert self.region is not None
             self._wait_for_files(self.region, is_disconnected)
-            self._chat_template = ChatTemplate(self.region.file)
+            self._chat_template = ChatTemplate(self.region.file, self._most_characters)
         return self._chat_template
+
+    def _most_characters(self) -> int | None:
+        """Return how many characters a prompt may have; None if the engine has not described its model yet."""
+        info = None if self.engine is None else self.engine.info
+        return None if info is None else most_characters(info.max_model_len)
 
     def sampling_defaults(self, is_disconnected: Callable[[], bool]) -> Mapping[str, float]:
         """Return what generation_config.json has for the sampling fields that a request leaves out, as in vLLM.

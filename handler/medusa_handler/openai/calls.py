@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import g, request
@@ -105,7 +106,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     requested = output_constraint(body)
     template = service.model.chat_template(is_disconnected)
     scored = parameters.prompt_logprob_count(body)
-    prompt = template.render(messages, arguments)
+    prompt = template.render(messages, arguments, is_disconnected)
     continued = messages[-1]["content"] if arguments["continue_final_message"] else None
     asked = _Asked(body, tools, requested, arguments.get("reasoning_effort"))
     parser, reasoning, constraint = _answer_format(service, template, prompt, asked, is_disconnected, continued)
@@ -152,15 +153,15 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
 
     def render(messages: list[dict[str, Any]]) -> str:
         try:
-            return template.render(messages, asked.template_arguments)
-        except ApiError as error:
+            return template.render(messages, asked.template_arguments, is_disconnected)
+        except (ApiError, ContextLengthError) as error:
             error.param = "input" if error.param == "messages" else error.param
             raise
 
     messages = asked.messages
     if asked.truncates:
         limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
-        messages = truncate(messages, lambda kept: _fits(service, render(kept), special, limit))
+        messages = truncate(messages, lambda kept: _fits(service, partial(render, kept), special, limit))
     prompt = render(messages)
     effort = asked.template_arguments.get("reasoning_effort")
     answered = _Asked(body, tools, asked.constraint, effort, "reasoning.effort")
@@ -185,11 +186,11 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     return respond(service, plan, is_disconnected)
 
 
-def _fits(service: Service, prompt: str, special: bool, limit: int) -> bool:
-    """Return whether a prompt has at most ``limit`` tokens."""
+def _fits(service: Service, render: Callable[[], str], special: bool, limit: int) -> bool:
+    """Return whether the prompt that ``render`` returns has at most ``limit`` tokens."""
     assert service.engine is not None
     try:
-        return len(service.engine.tokenize(prompt, special)) <= limit
+        return len(service.engine.tokenize(render(), special)) <= limit
     except ContextLengthError:  # it is too long to be tokenized at all
         return False
 

@@ -62,7 +62,7 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
         add(path, lambda body, is_disconnected: _calls().score_texts(service, body, is_disconnected))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         add(path, lambda body, is_disconnected: _calls().rerank_texts(service, body, is_disconnected))
-    add("/tokenize", lambda body, is_disconnected: _tokenize(service, body))
+    add("/tokenize", lambda body, is_disconnected: _tokenize(service, body, is_disconnected))
     add("/detokenize", lambda body, is_disconnected: _detokenize(service, body))
     if service.own_routes:
         _add_models(routes, service)
@@ -116,7 +116,7 @@ def _model(service: Service) -> dict[str, Any]:
     return model_entry(service, name, root=name, max_model_len=None if info is None else info.max_model_len)
 
 
-def _tokenize(service: Service, body: Body) -> Response:
+def _tokenize(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer like vLLM's /tokenize: the body has ``prompt`` as text, or ``messages``."""
     assert service.engine is not None
     fields.check_fields(body, fields.TOKENIZE)
@@ -125,7 +125,8 @@ def _tokenize(service: Service, body: Body) -> Response:
     if "messages" in body:
         from . import chat
 
-        text = service.model.chat_template(lambda: False).render(chat.messages(body), chat.template_arguments(body))
+        template = service.model.chat_template(is_disconnected)
+        text = template.render(chat.messages(body), chat.template_arguments(body), is_disconnected)
     else:
         text = body.get("prompt")
         if not isinstance(text, str):

@@ -60,8 +60,9 @@ class Model:
         from ..model.harmony import harmony_reasoning  # a millisecond, and only a chat needs it
 
         params = _params({"max_tokens": None, **sampling})
-        template = self._served.chat_template(_is_disconnected())
-        prompt = template.render(messages, {"add_generation_prompt": True})
+        is_disconnected = _is_disconnected()
+        template = self._served.chat_template(is_disconnected)
+        prompt = template.render(messages, {"add_generation_prompt": True}, is_disconnected)
         harmony = harmony_reasoning(self._served.settings.reasoning_parser, template.source, prompt)
         if harmony is None:
             return self._stream(prompt, params, add_special_tokens=False)

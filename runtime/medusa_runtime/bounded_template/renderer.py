@@ -17,12 +17,13 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import cache
 from typing import Any
 
-from ..container_limits import signal_name
+from ..container_limits import OutOfMemory, signal_name
+from ..errors import LimitError
 from ..process import die_with_parent, hang_up
 from ..process_limits import as_limit_error
 from . import worker
@@ -46,45 +47,72 @@ class RenderingError(Exception):
     """A chat template refuses the messages or exceeds a limit. Its text continues a sentence about the template."""
 
 
+class TooLongError(RenderingError):
+    """The text of a chat template is longer than it may be."""
+
+
+def _go_on() -> None: ...
+
+
 class _Process:
     """A process that renders. With ``fork``, it shares the memory of this one, which must have a single thread."""
 
-    def __init__(self, fork: bool = False) -> None:
+    def __init__(self, out_of_memory: OutOfMemory, fork: bool = False) -> None:
+        self._out_of_memory = out_of_memory
         with ExitStack() as opened:
             self.connection, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
             self._memory = opened.enter_context(open(os.memfd_create("medusa-template"), "r+b", buffering=0))
             self.connection.settimeout(_LOOK_S)
-            self._pid = (_fork if fork else _spawn)(theirs.fileno(), self._memory.fileno())
+            self.pid = (_fork if fork else _spawn)(theirs.fileno(), self._memory.fileno())
+            # Another process may get its number, once a handler has waited for all children, but not its descriptor.
+            self._pidfd = _open_pidfd(self.pid)
+            if self._pidfd is not None:
+                opened.callback(os.close, self._pidfd)
             self.files = opened.pop_all()
         theirs.close()
         self._status: int | None = None
 
     def has_ended(self, options: int = os.WNOHANG) -> bool:
         if self._status is None:
+            kind, number = (os.P_PID, self.pid) if self._pidfd is None else (os.P_PIDFD, self._pidfd)
             try:
-                pid, status = os.waitpid(self._pid, options)
+                ended = os.waitid(kind, number, os.WEXITED | options)
             except ChildProcessError:  # a handler has waited for all children
-                pid, status = self._pid, 0
-            if pid:
+                self._status = 0
+            else:
+                if ended is not None:
+                    self._status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            if self._status is not None:
                 self.files.close()
-                self._status = os.waitstatus_to_exitcode(status)
         return self._status is not None
 
-    def render(self, source: bytes, values: bytes) -> str:
+    def _signal(self, number: int) -> None:
+        if self._pidfd is None:
+            os.kill(self.pid, number)
+        else:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def render(self, source: bytes, values: bytes, check: Callable[[], None], most: int | None) -> str:
         cpu_s = min(CPU_S + len(values) / _CPU_BYTES, _MOST_CPU_S)
         memory_bytes = MEMORY_BYTES + _MEMORY_FACTOR * len(values)
-        most = MOST_CHARACTERS + 4 * len(values)
+        most = MOST_CHARACTERS + 4 * len(values) if most is None else most
+        self._out_of_memory.look()
         try:
             self._write(source, values)
             self.connection.send(REQUEST.pack(len(source), len(values), cpu_s, memory_bytes, most))
-            failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S)))
+            failed, size = ANSWER.unpack(self._receive(math.ceil(_WALL_FACTOR * cpu_s / _LOOK_S), check))
             text = os.pread(self._memory.fileno(), min(size, 4 * most), 0).decode("utf-8", "surrogatepass")
             os.truncate(self._memory.fileno(), 0)
         except BaseException as error:  # a later request must not get this one's answer
             self.close()
-            if isinstance(error, OSError | ValueError | struct.error) and not as_limit_error(error):
-                raise RenderingError(self._fault(error, cpu_s, memory_bytes, most)) from error
-            raise
+            if not isinstance(error, OSError | ValueError | struct.error) or as_limit_error(error):
+                raise
+            if self._status is not None and self._out_of_memory.has_killed(self._status):
+                raise LimitError(f"a chat template could not be rendered: {self._out_of_memory.words()}") from error
+            if self._status == TOO_LONG:
+                text = f"makes a text of more than {most} characters from these messages{_ADVICE}"
+                raise TooLongError(text) from error
+            raise RenderingError(self._fault(error, cpu_s, memory_bytes)) from error
         if failed:
             raise RenderingError(text)
         return text
@@ -92,11 +120,11 @@ class _Process:
     def close(self) -> None:
         if self.has_ended():
             return
-        self.files.close()
         try:
-            os.kill(self._pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
         except OSError:  # the handler has changed its user: the process will find its connection closed
             self._status = 0
+            self.files.close()
         else:
             self.has_ended(0)
 
@@ -104,14 +132,15 @@ class _Process:
         if os.pwritev(self._memory.fileno(), parts, 0) < sum(map(len, parts)):
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
-    def _receive(self, looks: int) -> bytes:
+    def _receive(self, looks: int, check: Callable[[], None]) -> bytes:
         for _ in range(looks):
             with suppress(TimeoutError):
                 return self.connection.recv(ANSWER.size)
-            os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
+            check()
+            self._signal(signal.SIGCONT)  # somebody may have stopped it
         raise TimeoutError
 
-    def _fault(self, error: Exception, cpu_s: float, memory_bytes: int, most: int) -> str:
+    def _fault(self, error: Exception, cpu_s: float, memory_bytes: int) -> str:
         """Return why the process, which has ended, gave no answer."""
         if isinstance(error, TimeoutError):
             return f"was not rendered within {_WALL_FACTOR * cpu_s:.3g} s, on this busy machine; try again"
@@ -119,8 +148,6 @@ class _Process:
             return f"took more than {cpu_s:.3g} s of CPU time{_ADVICE}"
         if self._status == OUT_OF_MEMORY:
             return f"took more than {memory_bytes >> 20} MB of memory{_ADVICE}"
-        if self._status == TOO_LONG:
-            return f"makes a text of more than {most} characters from these messages{_ADVICE}"
         if self._status == NO_ROOM:
             return "makes a text for which there is no room; raise ulimit -f"
         assert self._status is not None
@@ -142,6 +169,7 @@ class TemplateRenderer:
         self._turn = threading.Lock()
         self._began_s = 0.0  # when the last one began that has had its turn
         self._others = threading.BoundedSemaphore(_MOST_OTHERS)
+        self._out_of_memory = OutOfMemory()
         self._process: _Process | None = None
 
     def start(self, *, fork: bool = False) -> None:
@@ -149,8 +177,19 @@ class TemplateRenderer:
         with self._turn, suppress(OSError):  # the first rendering says why
             self._start(fork)
 
-    def render(self, source: str, values: Mapping[str, Any]) -> str:
-        """Return the text of a template. Raises RenderingError, and LimitError where no process can be started."""
+    def render(
+        self,
+        source: str,
+        values: Mapping[str, Any],
+        *,
+        check: Callable[[], None] = _go_on,
+        most_characters: int | None = None,
+    ) -> str:
+        """Return the text of a template. By default, it may be somewhat longer than the values.
+
+        ``check`` is called twice a second, and may raise to end the rendering. Raises RenderingError, and LimitError
+        where no process can be started, or memory ran out.
+        """
         try:
             data = json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
@@ -158,15 +197,16 @@ class TemplateRenderer:
         template = source.encode("utf-8", "surrogatepass")
         try:
             while not self._turn.acquire(timeout=_TURN_S):
+                check()
                 if time.monotonic() - self._began_s > _TURN_S and self._others.acquire(blocking=False):
                     try:
-                        with closing(_Process()) as other:
-                            return other.render(template, data)
+                        with closing(_Process(self._out_of_memory)) as other:
+                            return other.render(template, data, check, most_characters)
                     finally:
                         self._others.release()
             try:
                 self._began_s = time.monotonic()
-                return self._start().render(template, data)
+                return self._start().render(template, data, check, most_characters)
             finally:
                 self._turn.release()
         except OSError as error:
@@ -174,7 +214,7 @@ class TemplateRenderer:
 
     def _start(self, fork: bool = False) -> _Process:
         if self._process is None or self._process.has_ended():
-            self._process = _Process(fork)
+            self._process = _Process(self._out_of_memory, fork)
         return self._process
 
     def close(self) -> None:
@@ -198,6 +238,14 @@ def template_renderer() -> TemplateRenderer:
     return TemplateRenderer()
 
 
+def _open_pidfd(pid: int) -> int | None:
+    """Return a descriptor of a child; None in a sandbox without pidfd_open(2)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
 def _fork(connection: int, memory: int) -> int:
     parent = os.getpid()
     if pid := os.fork():
@@ -216,4 +264,4 @@ def _spawn(connection: int, memory: int) -> int:
     return os.posix_spawn(sys.executable, command, environment, file_actions=files)
 
 
-__all__ = ["CPU_S", "MEMORY_BYTES", "RenderingError", "TemplateRenderer", "template_renderer"]
+__all__ = ["CPU_S", "MEMORY_BYTES", "RenderingError", "TemplateRenderer", "TooLongError", "template_renderer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -208,3 +209,24 @@ def test_a_template_that_takes_too_long_or_is_killed_costs_its_own_request(serve
     os.kill(killed := process(), signal.SIGKILL)
     served.until(lambda: not alive(killed))
     assert chat("Hi")[0] == 200
+
+
+def test_a_rendering_ends_when_its_client_leaves(serve: Callable[..., Any]) -> None:
+    served = serve(files={"chat_template.jinja": HOSTILE})
+    served.wait_ready()
+    body = {"messages": [{"role": "user", "content": "loop"}], "max_tokens": 2}
+    with contextlib.closing(served.connect()) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
+    served.until(lambda: served.metric("medusa_requests_in_flight") == 0)
+    ended = [line for line in served.request("GET", "/metrics")[1].decode().splitlines() if 'status="499"' in line]
+    assert len(ended) == 1, "it ended neither for its length nor with an answer"
+
+
+def test_a_prompt_that_is_certainly_too_long_is_refused_before_it_comes_back(serve: Callable[..., Any]) -> None:
+    served = serve(files={"chat_template.jinja": "{{ messages[0].content * 1000 }}"})
+    served.wait_ready()
+    body = {"messages": [{"role": "user", "content": "a" * 1049}], "max_tokens": 2}
+    status, answer, _ = served.request("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "messages")
+    assert "makes a text of more than 1048576 characters from these messages" in answer["error"]["message"]

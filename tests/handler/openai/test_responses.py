@@ -307,6 +307,12 @@ def test_old_turns_are_left_out_on_request(served: Any) -> None:
     assert 90 <= len(kept.split()) <= 95  # of a context of 100 tokens, in which each word is one
     status, answer, _ = served.request("POST", "/v1/responses", {"input": "a " * 200, "truncation": "auto"})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    long: list[Any] = [{"role": "user", "content": "long " * 300_000}, {"role": "assistant", "content": "!"}, turns[-1]]
+    status, answer, _ = served.request("POST", "/v1/responses", {"input": long})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "input")
+    served.prompts()
+    assert respond(served, input=long, truncation="auto", max_output_tokens=5).truncation == "auto"
+    assert served.prompts() == ["'<user>the last question<assistant>'"]
 
 
 def test_what_asks_for_nothing_is_accepted(served: Any) -> None:

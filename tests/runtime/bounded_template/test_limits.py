@@ -110,7 +110,7 @@ def test_what_templates_leave_in_cycles_does_not_add_up(end: str, templates: Tem
     for _ in range(4):
         assert templates.render("{% set x = 'a' * (100000000 * n) %}" + end, {"n": 1}) == "ok"
     assert templates._process is not None
-    resident = int(Path(f"/proc/{templates._process._pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    resident = int(Path(f"/proc/{templates._process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
     assert resident < 100_000_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -15,14 +16,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from medusa_runtime.bounded_template import renderer
 from medusa_runtime.bounded_template.renderer import RenderingError, TemplateRenderer
+from memory_group import MemoryGroup, group
 from process_tree import alive
+from seccomp import forbid
 from waiting import until
 
+__all__ = ["group"]
+
+_PIDFD_OPEN = 434  # on all processors
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # Starts a renderer beside a file and a socket, and prints its process id.
 _PARENT = """
@@ -40,7 +47,7 @@ if sys.argv[1] == "fork":
 assert template_renderer().render("{{ a }}", {"a": 1}) == "1"
 """
 _REST = {
-    "wait": "print(template_renderer()._process._pid, flush=True); time.sleep(600)",
+    "wait": "print(template_renderer()._process.pid, flush=True); time.sleep(600)",
     # Another process, whose parent uses the renderer at the same time.
     "child": """
 if not os.fork():
@@ -65,6 +72,45 @@ try:
 except PermissionError as error:  # of a folder that only root may read
     print("theirs" if error.filename == sys.executable else error)
 """,
+    # One that has waited for all children. Another one has the process's number by now.
+    "reuse": """
+pid = template_renderer()._process.pid
+os.kill(pid, signal.SIGKILL)
+assert os.wait()[0] == pid
+for _ in range(100):
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+    if (other := os.posix_spawn("/bin/sleep", ["sleep", "600"], {})) == pid:
+        break
+    os.kill(other, signal.SIGKILL)
+    os.wait()
+else:
+    sys.exit("no process got the number")
+template_renderer().close()
+assert template_renderer().render("{{ a }}", {"a": 2}) == "2"
+print(os.waitpid(other, os.WNOHANG))
+os.kill(other, signal.SIGKILL)
+""",
+    # A sandbox without pidfd_open(2).
+    "sandbox": """
+killed = template_renderer()._process.pid
+try:
+    os.pidfd_open(killed)
+except OSError as error:
+    print(error.strerror)
+os.kill(killed, signal.SIGSTOP)
+print(template_renderer().render("{{ a }}", {"a": 2}))
+template_renderer().close()
+assert not os.path.exists(f"/proc/{killed}")
+print(template_renderer().render("{{ a }}", {"a": 3}))
+""",
+    # One in a container with too little memory for what the template may take.
+    "memory": """
+try:
+    template_renderer().render("{{ ('a' * 200000000)|length }}", {})
+except LimitError as error:
+    print(error)
+print(template_renderer().render("{{ a }}", {"a": 2}))
+""",
     "small": """
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -86,7 +132,7 @@ def templates() -> Iterator[TemplateRenderer]:
 
 def pid_of(templates: TemplateRenderer) -> int:
     assert templates._process is not None
-    return templates._process._pid
+    return templates._process.pid
 
 
 def test_one_that_was_killed_is_replaced(templates: TemplateRenderer) -> None:
@@ -241,6 +287,57 @@ def test_closing_it_ends_a_rendering(templates: TemplateRenderer) -> None:
         with pytest.raises(RenderingError, match="ended the process that renders it"):
             slow.result()
     assert templates.render("{{ a }}", {"a": 2}) == "2"
+
+
+def test_a_rendering_ends_when_its_check_raises(templates: TemplateRenderer) -> None:
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            raise KeyError("left")
+
+    rendering = pid_of(templates)
+    with pytest.raises(KeyError, match="left"):
+        templates.render(SLOW, {}, check=check)
+    assert not alive(rendering)
+    assert templates.render("{{ a }}", {"a": 2}) == "2"
+
+
+def test_one_that_waits_for_its_turn_is_given_up_when_its_check_raises(templates: TemplateRenderer) -> None:
+    def check() -> None:
+        raise KeyError("left")
+
+    for _ in range(renderer._MOST_OTHERS):
+        templates._others.acquire()
+    with templates._turn, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(templates.render, "{{ a }}", {"a": 2}, check=check)
+        with pytest.raises(KeyError, match="left"):
+            waiting.result()
+
+
+@pytest.mark.root
+def test_no_other_process_that_has_got_its_number_is_killed() -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["reuse"], "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "(0, 0)\n", done.stderr
+
+
+def test_it_is_ended_by_its_number_where_the_kernel_gives_no_descriptor_of_it() -> None:
+    command = [sys.executable, "-c", _PARENT + _REST["sandbox"], "fork"]
+    without = partial(forbid, _PIDFD_OPEN, errno.ENOSYS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=without)
+    assert done.stdout == f"{os.strerror(errno.ENOSYS)}\n2\n3\n", done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("group", [120], indirect=True)
+def test_the_lack_of_memory_is_told_from_the_templates_own_limit(group: MemoryGroup) -> None:
+    command = [*group.inside, sys.executable, "-c", _PARENT + _REST["memory"], "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = "a chat template could not be rendered: memory ran out, the limit is 0.12 GB\n2\n"
+    assert done.stdout == expected, done.stderr
+    assert group.kills() == 1
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])

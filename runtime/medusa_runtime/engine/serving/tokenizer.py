@@ -14,7 +14,7 @@ from ...timeline import Timeline
 from ..base import EngineInfo
 from .token_texts import TokenTexts
 from .tokenizer_limits import check_limits
-from .validation import check_token_ids
+from .validation import check_token_ids, most_characters
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,8 @@ _LONG_CHARACTERS = 1 << 16  # a shorter text is tokenized so fast that estimatin
 # length on, where it takes some ten milliseconds, a text is a batch of one, so that other requests go on meanwhile.
 _BATCH_CHARACTERS = 1 << 12
 _BATCH_TOKENS = 1 << 12
-# The most characters of a text, unless the model's context may hold more: each takes 130 to 500 bytes for a while.
-_MOST_CHARACTERS = 1 << 20
 _MOST_TOKENS = 1 << 20  # the most ids to decode, unless the context has more: with their text, each takes 60 bytes
 _TURN_S = 20.0  # how long a long text waits for others, less than a client waits for the answer
-_CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model, or vocab.json "
     "and merges.txt, transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
@@ -94,8 +91,7 @@ class Tokenizer:
 
         ``name`` is what the error calls the text. Raises RequestError.
         """
-        most = max(_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN * most_tokens)
-        if len(text) > most:
+        if len(text) > (most := most_characters(most_tokens)):
             raise RequestError(
                 f"{name}: expected at most {most} characters in one text, found {len(text)}; split it", name
             )

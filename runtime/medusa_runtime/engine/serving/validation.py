@@ -12,6 +12,9 @@ from ..base import EngineInfo, SamplingParams
 _MOST_LOGPROBS = 20
 _LARGEST = sys.float_info.max  # JSON allows larger whole numbers, which no float can hold
 _MOST_PROMPT_LOGPROBS = 1 << 20  # with their texts, each takes up to 100 bytes of an answer
+# The most characters of a text, unless the model's context may hold more: each takes 130 to 500 bytes for a while.
+_MOST_CHARACTERS = 1 << 20
+_CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _MOST_STOPS = 32
 _MOST_BAD_WORDS = 128  # vLLM's limit
 _LONGEST_BAD_WORD = 1024  # characters
@@ -24,6 +27,11 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
     "frequency_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
 }
+
+
+def most_characters(most_tokens: int) -> int:
+    """Return how many characters a text may have that is tokenized for a context of ``most_tokens``."""
+    return max(_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN * most_tokens)
 
 
 def accepts(name: str, value: float) -> bool:
