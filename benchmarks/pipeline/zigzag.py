@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from medusa_cluster.policy.zigzag import PullQueue
+from medusa_cluster.group.live.layer_queue import ZigZag
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,22 @@ def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
     batch without a finished layer while the target works on another batch.
     """
     count, layers = len(scaling.weights), scaling.layers
-    queue = PullQueue(scaling.weights, layers)
-    finish = [0] * count
+    queue = ZigZag(layers, untouched=take_untouched)
+    for _ in range(count):
+        queue.add()
+    on_target, finish = [0] * count, [0] * count
     running: int | None = None  # the target's batch
     target_free, source_free, now = 0, 0, 0
-    while queue.waiting or running is not None:
+    while queue or running is not None:
         if running is not None and target_free <= now:
             queue.layer_done(running)
+            on_target[running] += 1
             running = None
         while source_free <= now:
-            taken = queue.pull(busy=running, untouched=take_untouched)
+            taken = queue.pull(layers, busy=running)
             if taken is None:
                 break
-            source_free = now + (layers - queue.done[taken]) * scaling.weights[taken]
+            source_free = now + (layers - on_target[taken]) * scaling.weights[taken]
             finish[taken] = source_free
         if running is None:
             running = queue.next(scaling.loaded(now))
@@ -75,7 +78,7 @@ def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
         if not later:
             break
         now = min(later)
-    return Schedule(tuple(queue.done), tuple(finish))
+    return Schedule(tuple(on_target), tuple(finish))
 
 
 def best_effort(scaling: Scaling) -> Schedule:

@@ -164,16 +164,17 @@ def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: 
         (BestEffort(layers), best_effort(scaling)),
     ):
         numbers = [made.add() for _ in range(batches)]
-        finish = dict.fromkeys(numbers, 0)
+        finish, done = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0)
         now, source_free, left = 0, 0, set(numbers)
         while left:
             loaded = scaling.loaded(now)
             running = made.next(loaded)
             if running is not None:
                 made.layer_done(running)
+                done[running] += 1
             now += 1
             if source_free <= now and (taken := made.pull(loaded)) is not None:
-                source_free = max(now, source_free) + layers - made.done(taken)
+                source_free = max(now, source_free) + layers - done[taken]
                 finish[taken] = source_free
                 left.discard(taken)
         assert sum(finish.values()) / batches <= expected.mean * 1.05

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-from ...policy.zigzag import PullQueue
-
-
-class LayerQueue(Protocol):
-    """A queue of batches, numbered from 0. It knows neither time nor tensors, and is asked between two layers."""
-
-    def add(self, done: int = 0) -> int:
-        """Add a batch of which ``done`` layers have run elsewhere, and return its number."""
-
-    def next(self, loaded: int) -> int | None:
-        """Return the batch whose next layer should run, if ``loaded`` layers are there. None: nothing can run."""
-
-    def layer_done(self, batch: int) -> None:
-        """Note that a layer of the batch has run."""
-
-    def pull(self, loaded: int) -> int | None:
-        """Return the batch to hand over, or None if the source has to wait."""
-
-    def done(self, batch: int) -> int:
-        """Return how many layers of the batch have run."""
+from itertools import count
 
 
 class ZigZag:
-    """First come, first served among batches whose next layer is there. An idle source gets the batch at the head."""
+    """A queue of batches, numbered from 0. It knows neither time nor tensors, and is asked between two layers.
 
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._queue = PullQueue((), layers)
+    First come, first served among batches whose next layer is there. An idle source gets the batch at the head, without
+    ``untouched`` only one of which a layer has run. Tests compare this with the best schedule, by solving the paper's
+    integer program.
+    """
+
+    def __init__(self, layers: int, *, untouched: bool = True) -> None:
+        self._layers, self._untouched = layers, untouched
+        self._numbers = count()
+        self._done: dict[int, int] = {}  # of each batch that waits, in order: how many of its layers have run
+
+    def __len__(self) -> int:
+        return len(self._done)
 
     def add(self, done: int = 0) -> int:
-        self._queue.done.append(done)
-        self._queue.waiting.append(len(self._queue.done) - 1)
-        return len(self._queue.done) - 1
+        """Add a batch of which ``done`` layers have run elsewhere, and return its number."""
+        number = next(self._numbers)
+        self._done[number] = done
+        return number
 
     def next(self, loaded: int) -> int | None:
-        return self._queue.next(loaded)
+        """Return the batch whose next layer should run, if ``loaded`` layers are there. None: nothing can run."""
+        return next((batch for batch, done in self._done.items() if done < loaded), None)
 
     def layer_done(self, batch: int) -> None:
-        self._queue.layer_done(batch)
-
-    def pull(self, loaded: int) -> int | None:
-        # Between two layers the head is not being worked on. An idle source takes it even if no layer has run.
-        return self._queue.pull(None, untouched=True)
+        """Note that a layer of the batch has run."""
+        self._done[batch] += 1
 
     def done(self, batch: int) -> int:
-        return self._queue.done[batch]
+        """Return how many layers of a batch that waits have run."""
+        return self._done[batch]
+
+    def pull(self, loaded: int, busy: int | None = None) -> int | None:
+        """Take the batch to hand over from the queue, or return None if the source has to wait.
+
+        ``busy`` is the batch of which a layer runs; between two layers there is none.
+        """
+        head = next(iter(self._done), None)
+        if head is None or head == busy or not self._may_go(head, loaded):
+            return None
+        del self._done[head]
+        return head
+
+    def _may_go(self, head: int, loaded: int) -> bool:
+        return self._untouched or self._done[head] > 0
 
 
 class WholePrompts(ZigZag):
@@ -59,55 +60,40 @@ class WholePrompts(ZigZag):
     While the instance still loads, it relieves the source as in live scaling.
     """
 
-    def pull(self, loaded: int) -> int | None:
-        if loaded == self._layers and self._queue.waiting and self.done(self._queue.waiting[0]) < loaded:
-            return None
-        return super().pull(loaded)
+    def _may_go(self, head: int, loaded: int) -> bool:
+        return loaded < self._layers or self._done[head] == loaded
 
 
-class BestEffort:
+class BestEffort(ZigZag):
     """The paper's baseline: each batch once, in order, with the layers there when it begins, at most half of them."""
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._done: list[int] = []
-        self._goals: list[int] = []
-        self._first = 0  # the first batch that has not been handed over
-
-    def add(self, done: int = 0) -> int:
-        self._done.append(done)
-        self._goals.append(0)
-        return len(self._done) - 1
+        super().__init__(layers)
+        self._goals: dict[int, int] = {}
 
     def next(self, loaded: int) -> int | None:
-        for batch in range(self._first, len(self._done)):
-            if not self._goals[batch] and loaded:
-                self._goals[batch] = max(1, min(loaded, self._layers // 2))
-            if self._done[batch] < self._goals[batch]:
-                return batch
-            if not self._goals[batch]:
+        for batch, done in self._done.items():
+            if not loaded and batch not in self._goals:
                 return None
+            if done < self._goals.setdefault(batch, max(1, min(loaded, self._layers // 2))):
+                return batch
         return None
 
-    def layer_done(self, batch: int) -> None:
-        self._done[batch] += 1
+    def _may_go(self, head: int, loaded: int) -> bool:
+        return not loaded or self._goals.get(head) == self._done[head]
 
-    def done(self, batch: int) -> int:
-        return self._done[batch]
-
-    def pull(self, loaded: int) -> int | None:
-        if self._first == len(self._done):
-            return None
-        head = self._first
-        if loaded and not 0 < self._goals[head] == self._done[head]:
-            return None
-        self._first += 1
-        return head
+    def pull(self, loaded: int, busy: int | None = None) -> int | None:
+        taken = super().pull(loaded, busy)
+        self._goals.pop(-1 if taken is None else taken, None)
+        return taken
 
 
-def layer_queue(schedule: str, layers: int) -> LayerQueue:
-    kinds: dict[str, Callable[[int], LayerQueue]] = {"best-effort": BestEffort, "whole": WholePrompts, "zigzag": ZigZag}
-    return kinds[schedule](layers)
+_QUEUES: dict[str, type[ZigZag]] = {"best-effort": BestEffort, "whole": WholePrompts, "zigzag": ZigZag}
 
 
-__all__ = ["BestEffort", "LayerQueue", "WholePrompts", "ZigZag", "layer_queue"]
+def layer_queue(schedule: str, layers: int) -> ZigZag:
+    """Return a new queue by its name: that of ``GroupPlan.queue``."""
+    return _QUEUES[schedule](layers)
+
+
+__all__ = ["BestEffort", "WholePrompts", "ZigZag", "layer_queue"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from medusa_cluster.policy.zigzag import PullQueue
+from medusa_cluster.group.live.layer_queue import BestEffort, WholePrompts, ZigZag
 
 from benchmarks.pipeline.zigzag import Scaling, best_effort, schedule
 
@@ -82,15 +84,37 @@ def test_nothing_waits_and_one_layer() -> None:
 
 
 def test_the_queue_gives_the_head_only_and_never_one_that_runs() -> None:
-    queue = PullQueue((1, 1), layers=3)
+    queue = ZigZag(3, untouched=False)
+    assert [queue.add(), queue.add()] == [0, 1]
     assert queue.next(loaded=1) == 0
-    assert queue.pull(busy=None) is None  # nothing is done of it yet
+    assert queue.pull(3) is None  # nothing is done of it yet
     queue.layer_done(0)
     assert queue.next(loaded=1) == 1  # the head waits for its second layer
-    assert queue.pull(busy=0) is None
-    assert queue.pull(busy=1) == 0
-    assert queue.pull(busy=None, untouched=True) == 1
-    assert queue.pull(busy=None) is None
+    assert queue.pull(3, busy=0) is None
+    assert queue.pull(3, busy=1) == 0
+    assert queue.pull(3) is None
+    queue.layer_done(1)
+    assert queue.pull(3) == 1
+    assert queue.pull(3) is None
+
+
+@pytest.mark.parametrize("kind", [ZigZag, WholePrompts, BestEffort])
+def test_a_queue_forgets_what_it_has_handed_over(kind: type[ZigZag]) -> None:
+    """An instance that prefills for others may get batches for weeks."""
+    queue = kind(2)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            assert queue.add() == number
+            while (batch := queue.next(loaded=2)) is not None:
+                queue.layer_done(batch)
+            assert queue.pull(2) == number
+            if number == 1000:
+                before = tracemalloc.get_traced_memory()[0]
+        assert tracemalloc.get_traced_memory()[0] < before + 10_000
+    finally:
+        tracemalloc.stop()
+    assert not queue
 
 
 @settings(deadline=None, max_examples=20)
