@@ -113,3 +113,30 @@ def test_hidden_states_travel_as_they_are() -> None:
     for body in (b"", b'[["a", "int8", [1]]]\n0', b'[["a", "float32", [9]]]\n'):
         with pytest.raises(EngineError):
             tensors_of(message._replace(body=bytearray(body)))
+
+
+def test_a_result_that_cannot_be_read_ends_the_call_that_waits_for_it() -> None:
+    import socket
+
+    from medusa_cluster.group.forming import Worker
+    from medusa_cluster.group.plan import GroupPlan
+    from medusa_cluster.group.vllm.executor import BrokenGroupError, Calls
+    from medusa_cluster.group.wire.channel import TcpChannel
+    from medusa_cluster.group.wire.message import Kind, Message
+    from medusa_runtime.models.layer_range import LayerRange
+    from medusa_runtime.timeline import Timeline
+
+    plan, timeline = GroupPlan("g", "token", 0, 2, "127.0.0.1:1"), Timeline.create("engine")
+    ours, theirs = (TcpChannel(one, urgent=False) for one in socket.socketpair())
+    worker = Worker(1, LayerRange(0, 1, 1), "127.0.0.1:1", 1, ours)
+    calls = Calls([worker], plan, timeline, all_loaded=lambda: True)
+    (waiting,) = calls.call("execute_model", (), {}, range(1, 2))
+    while (asked := theirs.receive()) is not None and asked.kind is not Kind.CALL:
+        pass
+    assert asked is not None
+    theirs.send(Message(Kind.RESULT, plan.number, asked.step, 1, body=b"no pickle"))
+    with pytest.raises(BrokenGroupError, match="could not be read"):
+        waiting.result(timeout=60)
+    theirs.close()
+    calls.connections.release(1)
+    timeline.close()

@@ -81,10 +81,11 @@ class Calls:
 
     def _on_message(self, worker: Worker, message: Message) -> None:
         if message.kind is Kind.RESULT:
+            result = deserialize(message.body)  # first: if it is none, the call waits still, and ends with the group
             with self._lock:
                 waiting = self._pending.pop((worker.rank, message.step), None)
             if waiting is not None:
-                waiting.set_result(deserialize(message.body))
+                waiting.set_result(result)
 
     def _on_lost(self, worker: Worker, error: MedusaError) -> None:
         self._fail(f"worker {worker.rank} is lost: {error}")
