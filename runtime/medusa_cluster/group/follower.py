@@ -31,7 +31,9 @@ from .worker_engine import WorkerEngine
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_GRACE_S = 1.0  # how long to wait for the leader's message when a neighbour, which may have got it first, has gone
+# How long to wait for the leader's message when a neighbour, which may have got it first, has gone; or when this process
+# has stood still for so long that the leader seems to be silent, and its message is still to be read.
+_GRACE_S = 1.0
 
 
 class Follower(WorkerEngine):
@@ -101,9 +103,7 @@ class _Session:
         threading.Thread(target=self._read_leader, args=(leader,), name="group-steps", daemon=True).start()
         try:
             return self._serve(leader)
-        except GroupLostError:
-            raise
-        except ConnectionBrokenError as error:
+        except (GroupLostError, ConnectionBrokenError) as error:
             self._leader_done.wait(_GRACE_S)
             if self._outcome is None:
                 raise GroupLostError(str(error)) from None

@@ -16,7 +16,7 @@ from .plan import GroupPlan
 from .wire.channel import TcpChannel, error_of
 from .wire.message import Kind, Message, json_message
 
-_FLUSH_S = 1.0
+_FLUSH_S = 10.0  # for the last messages to a worker that stands still, as long as TCP waits for it
 _REASON_S = 0.5  # the time for a worker's reason, which comes over another channel than the one that has closed
 _LAST_STAGES_S = 0.2  # the time for the last stages of the workers' timelines to arrive
 

@@ -8,11 +8,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 from group_fixtures import Group
+from medusa_cluster.group import follower
 from medusa_cluster.group.wire.channel import Greeting, Listener, connect
 from medusa_cluster.group.wire.message import Kind, json_message
 from medusa_runtime.storage.peer_access import PeerAccess
@@ -106,3 +107,24 @@ def test_a_worker_is_released_after_the_one_before_it_has_gone(forming: Forming)
     forming.dissolve()
     forming.next_answers()
     forming.becomes_an_instance()
+
+
+def test_a_release_is_read_by_a_worker_to_which_the_leader_has_seemed_silent(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As to one that stood still: its thread may look at the clock before another one has read what came meanwhile."""
+    monkeypatch.setattr(follower, "_GRACE_S", 60.0)
+    greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
+    port = free_port()
+    worker = group("0:2", "2:4", leader=f"127.0.0.1:{port}", silent_s=0.5).add(1)
+    engine: Any = worker.engine
+    listener = Listener(
+        "127.0.0.1", port, group=engine.plan.number, access=ACCESS, accept=greetings.put, link=None
+    )
+    with closing(listener), closing(greetings.get(timeout=240).channel) as leader:
+        leader.send(json_message(Kind.FORM, engine.plan.number, {"next": None}))
+        time.sleep(2.0)
+        leader.send(json_message(Kind.RELEASE, engine.plan.number, {"as": "instance"}))
+        until(lambda: engine.released is not None or worker.errors)
+        assert (engine.released, worker.errors) == ("instance", [])
+        assert greetings.empty()  # it has not joined again
