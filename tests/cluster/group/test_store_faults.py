@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -115,6 +116,32 @@ def test_what_two_killed_workers_have_left_is_removed_by_who_comes_next(
     until(lambda: left(place) == ["another"])
     for one in (theirs, listener):
         one.close()
+
+
+def test_a_connection_that_is_idle_costs_few_calls_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "_IDLE_PART", 1)  # soon after the last object, not after half a minute
+    calls: list[str] = []
+    for name in ("get", "names"):
+
+        def counted(self: Any, at: str, inner: Any = getattr(mailbox.FolderMailbox, name)) -> Any:
+            calls.append(at)
+            return inner(self, at)
+
+        monkeypatch.setattr(mailbox.FolderMailbox, name, counted)
+    listener, ours, theirs = pair(str(tmp_path))
+    accepting = threading.Thread(target=lambda: pytest.raises(OSError, listener.accept))
+    accepting.start()
+    time.sleep(1.0)
+    before = len(calls)
+    time.sleep(2.0)
+    assert 0 < len(calls) - before < 60  # of three that wait, a few times a second each
+    ours.sendall(b"y")
+    assert theirs.recv(1) == b"y"
+    for one in (ours, theirs, listener):
+        one.close()
+    accepting.join()
 
 
 def test_no_more_of_an_object_is_read_than_one_of_ours_may_have() -> None:

@@ -35,8 +35,10 @@ _LEFT_S = 30.0  # objects that have been there for so long, and are the only one
 _BYTES, _END = b"\1", b"\0"  # the first byte of an object: more follow it, or it is the end of what one side sends
 _CALLS = "calls"  # the folder in which connections are announced
 _CALL = re.compile("[0-9a-f]{16}")  # and how: anything else might lead out of the store's folder
-# Between two looks: a look at an object store takes tens of milliseconds itself.
-_SOONEST_S, _LATEST_S, _CALLS_S = 0.0005, 0.02, 0.02
+# Between two looks, which stores charge for, and which take tens of milliseconds themselves: a part of the time for which
+# nothing has come. So little time is lost, and few looks are in vain.
+_SOONEST_S, _LATEST_S = 0.0005, 0.02
+_IDLE_PART, _IDLE_S = 100, 0.25  # after seconds, and at most
 
 
 def is_store_place(place: str) -> bool:
@@ -59,6 +61,7 @@ class StoreListener:
         self._closed = threading.Event()
         self._known: set[str] = set()
         self._failed = False
+        self._came_at = time.monotonic()  # the last connection
         threading.Thread(target=_remove_leftovers, args=(self._mailbox,), name="group-leftovers", daemon=True).start()
 
     def accept(self) -> tuple[socket.socket, None]:
@@ -77,8 +80,9 @@ class StoreListener:
                 raise OSError(str(error)) from None
             self._failed = False
             if new:
+                self._came_at = time.monotonic()
                 return _Tunnel(self._mailbox, new[0], sends="b", takes="a").socket, None
-            self._closed.wait(_CALLS_S)
+            self._closed.wait(max(_pause_s(self._came_at), _LATEST_S))
         raise OSError("this listener is closed")
 
     def close(self) -> None:
@@ -151,21 +155,20 @@ class _Tunnel:
         return True
 
     def _take(self) -> None:
-        number, pause_s = 0, _SOONEST_S
+        number, came_at = 0, time.monotonic()
         try:
             while not self._ended.is_set():
                 name = f"{self._takes}{number:08}"
                 piece = self._mailbox.get(name)
                 if piece is None:
-                    self._ended.wait(pause_s)
-                    pause_s = min(1.5 * pause_s, _LATEST_S)
+                    self._ended.wait(_pause_s(came_at))
                     continue
                 self._mailbox.delete(name)
                 if piece == _END:
                     self._ended.set()
                     break
                 self._inner.sendall(_sent(piece, name))
-                number, pause_s = number + 1, _SOONEST_S
+                number, came_at = number + 1, time.monotonic()
         except EngineError as error:
             self._break(error)
         except OSError:
@@ -180,6 +183,12 @@ class _Tunnel:
     @property
     def _call(self) -> str:
         return f"{_CALLS}/{self._name}"
+
+
+def _pause_s(came_at: float) -> float:
+    """Return how long to wait for the next object, where the last one came at this time (time.monotonic)."""
+    quiet_s = time.monotonic() - came_at
+    return max(_SOONEST_S, min(quiet_s / 2, _LATEST_S), min(quiet_s / _IDLE_PART, _IDLE_S))
 
 
 def _piece(inner: socket.socket) -> bytes:
