@@ -167,7 +167,7 @@ class Groups:
 
     def _finish(self, group: str, workers: list[KnownInstance], shown: Mapping[str, Any]) -> None:
         became = str(shown["state"])
-        keep = int(shown["keep"]) if became == "consolidated" else 1
+        keep = int(shown.get("keep", 1)) if became == "consolidated" else 1
         text = (
             f"{group} is {keep} of its workers now" if became == "consolidated" else f"the leader of {group} is alone"
         )

@@ -79,7 +79,7 @@ class Members:
             never_came = not node.status and name not in servers
             if (lost_s > _GIVE_UP_S or never_came) and name not in servers and not node.given_up:
                 node.given_up = True
-                task = self._forgetting[name] = asyncio.create_task(self._nodes.forget(name))
+                task = self._forgetting[name] = asyncio.create_task(self._forget(node))
                 task.add_done_callback(lambda _, name=name: self._forgetting.pop(name, None))  # type: ignore[misc]
             if lost_s > _FORGET_LOST_S or never_came:
                 del nodes[name]
@@ -100,8 +100,8 @@ class Members:
             within_s = min(max(left_s, _LAST_WITHIN_S), _ANSWERS_WITHIN_S)
             try:
                 found = self._checked(node, await self._nodes.status(node.name, self._urls[node.name], within_s))
-            except MedusaError as error:
-                logger.debug("the node %s did not answer: %s", node.name, error)
+            except Exception as error:  # noqa: BLE001 - any: the watch goes on, whatever a call fails with
+                logger.debug("the node %s did not answer: %s", node.name, error, exc_info=_unforeseen(error))
                 failing_since, failures = failing_since or began, failures + 1
                 away = node.name not in self._listed or time.monotonic() - failing_since >= _LOST_AFTER_S
                 if node.lost_at is None and node.status and failures >= _LEAST_FAILURES and away:
@@ -131,7 +131,7 @@ class Members:
         while True:
             began = time.monotonic()
             if node.spare and self._state.is_drained(node.name):
-                await self._nodes.forget(node.name)  # Ray ends no node that has an actor
+                await self._forget(node)  # Ray ends no node that has an actor
                 await asyncio.sleep(_REACH_S)
                 continue
             if await self._reaches(node):
@@ -143,13 +143,21 @@ class Members:
                     self._mark_silent(node)
             await asyncio.sleep(_REACH_S * self._pause_s() if node.reached else _STATUS_S)
 
+    async def _forget(self, node: KnownNode) -> None:
+        """End a node's actor. If that fails, as while Ray is away, it is tried again."""
+        try:
+            await self._nodes.forget(node.name)
+        except Exception:
+            logger.exception("the actor of the node %s could not be ended", node.name)
+            node.given_up = False
+
     async def _reaches(self, node: KnownNode) -> bool:
         if node.name not in self._listed:
             return False
         try:
             await self._nodes.call(node.name, {"op": "ping"}, _REACHED_WITHIN_S)
-        except MedusaError as error:
-            logger.debug("orders do not reach the node %s: %s", node.name, error)
+        except Exception as error:  # noqa: BLE001 - any: the watch goes on, whatever a call fails with
+            logger.debug("orders do not reach the node %s: %s", node.name, error, exc_info=_unforeseen(error))
             return False
         return True
 
@@ -184,3 +192,7 @@ class Members:
     def _lose(self, node: KnownNode) -> None:
         node.lost_at, node.reached = time.monotonic(), False
         self._state.lose_node(node)
+
+
+def _unforeseen(error: Exception) -> bool:
+    return not isinstance(error, MedusaError)

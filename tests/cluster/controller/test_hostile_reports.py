@@ -225,3 +225,18 @@ def test_a_node_that_names_no_port_for_a_group_holds_up_no_start(run: Run, port:
         await until_async(lambda: any(event["kind"] == "start-failed" for event in cluster.state.events))
 
     run(scenario, "a", "b", "c", "d")
+
+
+def test_a_group_that_does_not_say_how_many_are_left_of_it_stops_no_decision(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL)
+        group: dict[str, Any] = {"id": "g", "rank": 0, "full": True, "size": 2, "state": "serving"}
+        shown = {"id": "i", "model": "m", "state": "ready", "age_s": 0.0, "group": group}
+        net.nodes["a"].instances = {"i": shown}
+        await until_async(lambda: "i" in cluster.state.instances)
+        net.nodes["a"].instances = {"i": shown | {"group": group | {"state": "consolidated"}}}
+        await until_async(lambda: "i" not in cluster.state.instances or cluster.state.instances["i"].group is None)
+        await ask(cluster, "deploy", name="n", url=MODEL + "-2", min=1)
+        await until_async(lambda: any(item.model == "n" for item in cluster.state.instances.values()))
+
+    run(scenario, "a", "b")
