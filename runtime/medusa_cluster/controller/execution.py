@@ -334,8 +334,10 @@ class Execution:
         """Report a failed fetch, and allow it again after a pause, which doubles from one second to a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
-        nodes = self._state.nodes
-        self._failed_fetches = {each: found for each, found in self._failed_fetches.items() if each[0] in nodes}
+        nodes, deployed = self._state.nodes, {item.url for item in self._state.deployments.values()}
+        self._failed_fetches = {
+            each: found for each, found in self._failed_fetches.items() if each[0] in nodes and each[1] in deployed
+        }
         self._failed_fetches[key] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         self._state.record_event("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 

@@ -23,6 +23,7 @@ _Answer = TypeVar("_Answer")
 _STATUS_WAITS = 100  # of 10 ms
 _STATUS_WITHIN_S = 0.5
 _FETCHES = 16
+_MOST_FAILURES = 100  # of fetches, that are kept
 
 
 class Agent:
@@ -112,6 +113,8 @@ class Agent:
             await self._ask(self._threads, begin)
         except MedusaError as error:
             self.failures[url] = f"{error} [{error.code}]"
+            if len(self.failures) > _MOST_FAILURES:  # of models that are deployed no more, perhaps
+                del self.failures[next(iter(self.failures))]
             logger.warning("fetching %s failed: %s", url, error)
         finally:
             self._fetches.pop(url, None)

@@ -81,6 +81,10 @@ class Operations:
         models = [self._model(region, now) for region in agent.get("regions", ())]
         self._rates.keep({model["url"] for model in models} | {_SENT})
         fetching = {model["url"] for model in models if model["state"] == "fetching"}
+        # Not of a model that is being fetched again, perhaps by the agent for an instance.
+        failed = {url: why for url, why in self._agent.failures.items() if url not in fetching}
+        for url in failed:
+            self._sources.pop(url, None)
         return {
             "name": settings.name,
             "address": settings.address,
@@ -103,8 +107,7 @@ class Operations:
                 "engines": agent.get("engines", {}),
             },
             "models": models,
-            # Not of a model that is being fetched again, perhaps by the agent for an instance.
-            "failed_fetches": {url: why for url, why in self._agent.failures.items() if url not in fetching},
+            "failed_fetches": failed,
             "instances": self._instances.status({model["url"]: model["version"] for model in models}),
         }
 

@@ -89,6 +89,7 @@ class Index:
         if self._catalog.deployments != deployments:
             self._catalog = Catalog(dict(deployments))
             self.touched = None
+            self.marks = {name: mark for name, mark in self.marks.items() if name in deployments}
         short = not self.unlimited and self._catalog.total_bytes > self.memory_bytes
         if short != self.is_short:
             self.is_short, self.touched, self.joined = short, None, True

@@ -12,6 +12,7 @@ import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
+from medusa_cluster.policy.decide import Options
 from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ClusterError
 from waiting import until_async
@@ -177,6 +178,7 @@ def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch:
         await until_async(lambda: "b" in net.forgotten)
         monkeypatch.setattr(members, "_FORGET_LOST_S", 0.0)
         await until_async(lambda: "b" not in cluster.state.nodes)
+        await ask(cluster, "deploy", name="m", url=MODEL)
         execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
         assert set(execution._failed_fetches) == {("a", MODEL)}
         known: Any = cluster._members
@@ -235,10 +237,25 @@ def test_nothing_is_kept_of_a_model_that_was_removed(run: Run) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}}, version="")
         await until_async(lambda: "m" in loads._last_request and models.get(MODEL))
+        execution: Any = cluster.execution
+        execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
+        await until_async(lambda: "m" in cluster._memory.index.marks)
         await ask(cluster, "remove", name="m")
         await until_async(lambda: not cluster.state.instances)
+        await ask(cluster, "deploy", name="another", url=MODEL + "-2")
         await ask(cluster, "status")
-        assert (loads._last_request, models._known, models._attempts) == ({}, {}, {})
+        await until_async(lambda: set(cluster._memory.index.marks) <= {"another"})
+        execution._fetch_failed(("a", MODEL + "-2"), "the store is away", time.monotonic())
+        assert set(execution._failed_fetches) == {("a", MODEL + "-2")}
+        assert (
+            loads._last_request,
+            models._known.keys() - {MODEL + "-2"},
+            models._attempts.keys() - {MODEL + "-2"},
+        ) == (
+            {},
+            set(),
+            set(),
+        )
 
     run(scenario, "a")
 
@@ -283,3 +300,69 @@ def test_the_logs_of_a_node_are_asked_for(run: Run) -> None:
         }
 
     run(scenario, "a", "b")
+
+
+def test_a_node_whose_actor_cannot_be_ended_is_followed_as_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises errors of many kinds while its GCS is away."""
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        failed: list[str] = []
+        forget = net.forget
+
+        async def fails_first(node: str) -> None:
+            if not failed:
+                failed.append(node)
+                raise RuntimeError("the GCS is away")
+            await forget(node)
+
+        monkeypatch.setattr(net, "forget", fails_first)
+        await until_async(lambda: failed)
+        await until_async(lambda: failed[0] in net.forgotten)
+        await ask(cluster, "deploy", name="m", url=MODEL, min=2, max=2)
+        await until_async(lambda: [item.state for item in cluster.state.instances.values()] == ["ready", "ready"])
+
+    run(scenario, "a", "b", options=Options(least_nodes=1, spare_after_s=0.2))
+
+
+def test_a_lost_node_whose_actor_could_not_be_ended_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_GIVE_UP_S", 0.0)
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        failures = ["twice", "once"]
+        forget = net.forget
+
+        async def fails_first(node: str) -> None:
+            if failures:
+                raise RuntimeError(failures.pop())
+            await forget(node)
+
+        monkeypatch.setattr(net, "forget", fails_first)
+        net.listed.discard("b")
+        net.cut.add("b")
+        await until_async(lambda: "b" in net.forgotten)
+
+    run(scenario, "a", "b")
+
+
+def test_a_call_that_fails_in_an_unforeseen_way_ends_no_watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        failing = {"status", "call"}
+
+        def fail_once(name: str, inner: Any) -> None:
+            async def call(*arguments: Any) -> Any:
+                if name in failing:
+                    failing.discard(name)
+                    raise ValueError("no error of ours")
+                return await inner(*arguments)
+
+            monkeypatch.setattr(net, name, call)
+
+        fail_once("status", net.status)
+        fail_once("call", net.call)
+        await until_async(lambda: not failing)
+        net.cut.add("a")
+        await until_async(lambda: cluster.state.nodes["a"].lost_at is not None)
+        net.cut.discard("a")
+        await until_async(lambda: cluster.state.node_state(cluster.state.nodes["a"]) == "alive")
+
+    run(scenario, "a")

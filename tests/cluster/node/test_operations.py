@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from medusa_cluster.node import agent as agent_module
+from medusa_cluster.node.agent import Agent
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.server import NodeServer
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_cluster.transport.pacing import Pacer
 from medusa_runtime.errors import ClusterError, ConfigError
+from medusa_runtime.node.client import NodeClient
 
 
 @pytest.mark.parametrize("limit", [math.nan, math.inf, -1, 0, "7", [], 10**400])
@@ -42,7 +45,27 @@ def test_an_earlier_failure_of_a_model_that_is_fetched_again_is_not_shown(tmp_pa
     status = asyncio.run(operations.answer({"op": "status"}))
     assert status["failed_fetches"] == {"s://other": "gone"}
     shown["regions"] = []
+    operations._sources |= {"s://other": ["http://n2:8114"], "s://third": ["http://n2:8114"]}
     assert set(asyncio.run(operations.answer({"op": "status"}))["failed_fetches"]) == {"s://m", "s://other"}
+    assert set(operations._sources) == {"s://third"}  # a later fetch of the others gets new ones
+
+
+def test_failures_of_models_that_nobody_fetches_again_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in each status, four times a second."""
+    monkeypatch.setattr(agent_module, "_MOST_FAILURES", 2)
+
+    async def run() -> None:
+        agent = Agent(NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token"))  # that nobody has started
+        monkeypatch.setattr(agent_module, "NodeClient", lambda path, waits: NodeClient(path, waits=min(waits, 1)))
+        for number in range(4):
+            agent.fetch(f"s://m{number}", pin=False, version="")
+            await asyncio.gather(*agent._fetches.values())
+        assert list(agent.failures) == ["s://m2", "s://m3"]
+        await agent.end()
+
+    asyncio.run(run())
 
 
 def test_the_controller_is_tried_again_where_its_process_cannot_be_made(
