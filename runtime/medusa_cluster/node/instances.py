@@ -91,7 +91,13 @@ class Instances:
         self.gpus = Gpus(settings.gpus, settings.gpu_bytes_per_s)
         self._instances: dict[str, RunningInstance] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failed_logs: deque[Path] = deque()  # of instances that ended by themselves, the oldest first
+        # The logs of instances that ended by themselves, the oldest first; also with an earlier node server.
+        self._failed_logs = deque(
+            sorted(settings.log_folder.glob("instance-*.log"), key=lambda log: log.stat().st_mtime_ns)
+        )
+        self._remove_old_logs()
+        for left in settings.folder.glob("group-*.json*"):  # of such instances
+            left.unlink()
 
     def get(self, instance_id: str) -> RunningInstance | None:
         return self._instances.get(instance_id)
@@ -192,7 +198,10 @@ class Instances:
         """Keep the log of an instance that ended by itself, and remove the oldest of many."""
         if log not in self._failed_logs:
             self._failed_logs.append(log)
-        if len(self._failed_logs) > _KEPT_LOGS:
+        self._remove_old_logs()
+
+    def _remove_old_logs(self) -> None:
+        while len(self._failed_logs) > _KEPT_LOGS:
             self._failed_logs.popleft().unlink(missing_ok=True)
 
     def _group_file(self, instance: RunningInstance) -> Path:

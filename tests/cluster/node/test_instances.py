@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -127,3 +128,20 @@ def test_an_instance_started_again_under_the_id_of_a_failed_one_stays_known(
         await asyncio.gather(starting, return_exceptions=True)  # it may have listened before its end
 
     asyncio.run(scenario())
+
+
+def test_what_a_killed_node_server_has_left_of_its_instances_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances_module, "_KEPT_LOGS", 2)
+    settings = settings_in(tmp_path)
+    for number in range(4):
+        log = settings.log_folder / f"instance-i{number}.log"
+        log.write_text("why")
+        os.utime(log, (number, number))
+        (tmp_path / f"group-i{number}.json").write_text("with a token")
+    (tmp_path / "group-i1.json.part").write_text("with a")
+    (settings.log_folder / "agent.log").write_text("of another process")
+    Instances(settings)
+    assert {path.name for path in settings.log_folder.iterdir()} == {"instance-i2.log", "instance-i3.log", "agent.log"}
+    assert not list(tmp_path.glob("group-*"))
