@@ -12,6 +12,7 @@ from ..json_lines import result_of
 from .routes import Routes, node_server, parse
 
 _CALL_S, _REPORT_S = 10.0, 3.0
+_MOST_ASKED = 8  # node servers in one call: while the controller is away, all of them would ask the head's in vain
 
 
 class ControllerApi(Protocol):
@@ -70,7 +71,7 @@ class NodeServers:
 
     async def _call(self, operation: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         failure: MedusaError = UnreachableError("no node server is known")
-        for url in tuple(self._urls):
+        for url in tuple(self._urls[:_MOST_ASKED]):
             try:
                 return await self._ask(url, operation, arguments, timeout_s)
             except (aiohttp.ClientError, OSError, ValueError) as error:

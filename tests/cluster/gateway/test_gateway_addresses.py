@@ -1,7 +1,8 @@
-"""A function's client of gateways: several threads and gateways that are away, and servers that are none."""
+"""A function's client of gateways, and a gateway's of node servers: those that are away, and servers that are none."""
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import socket
 import sys
@@ -9,8 +10,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from aiohttp import ClientSession, web
+from medusa_cluster.gateway.controller_api import NodeServers
 from medusa_cluster.remote.gateways import Address, Gateways
-from medusa_runtime.errors import EngineError, UnreachableError
+from medusa_runtime.errors import EngineError, NoControllerError, UnreachableError
 
 
 @pytest.fixture
@@ -65,3 +68,32 @@ def test_a_server_that_is_no_gateway_is_an_engine_that_fails(body: bytes) -> Non
         gateways = Gateways([Address(False, "127.0.0.1", server.server_port)], None)
         with pytest.raises(EngineError, match="status 404"):
             gateways.ask("/medusa/describe", {"model": "m"})
+
+
+def test_a_gateway_asks_a_few_node_servers_at_once_and_the_others_later() -> None:
+    """Each asks the head's in turn, which a large cluster would flood while the controller is away."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.host)
+        return web.json_response({"error": {"code": "Cluster.NoController", "message": "away"}}, status=503)
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/cluster/status", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        with socket.create_server(("0.0.0.0", 0)) as listener:
+            await web.SockSite(runner, listener).start()
+            port = listener.getsockname()[1]
+            urls = [f"http://127.0.0.{number}:{port}" for number in range(1, 21)]
+            async with ClientSession() as session:
+                servers = NodeServers(session, urls, {}, name="g", url="http://g")
+                for _ in range(3):
+                    with pytest.raises(NoControllerError):
+                        await servers.status()
+            await runner.cleanup()
+        assert len(asked) == 3 * 8
+        assert len(set(asked)) == len(urls)
+
+    asyncio.run(scenario())
