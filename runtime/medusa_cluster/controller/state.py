@@ -41,6 +41,7 @@ class State:
         self.routes = RoutePublisher()
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self.changed = asyncio.Event()
+        self._described: tuple[dict[str, Deployment], dict[str, Any]] = {}, {}  # deployments, and their form in JSON
 
     def wake(self) -> None:
         """Make the next decision come at once."""
@@ -54,9 +55,11 @@ class State:
     def publish(self) -> None:
         """Update the routes."""
         leaving = self.leaving()
-        models: dict[str, Any] = {}
-        for name, deployment in self.deployments.items():
-            models[name] = {"deployment": deployment.to_json(), "instances": []}
+        if self._described[0] is not self.deployments:  # they are replaced together
+            self._described = self.deployments, {name: item.to_json() for name, item in self.deployments.items()}
+        models: dict[str, Any] = {
+            name: {"deployment": found, "instances": []} for name, found in self._described[1].items()
+        }
         for item in self.instances.values():
             node = self.nodes.get(item.node)
             serves = item.rank == 0 and not item.loading and not item.helping

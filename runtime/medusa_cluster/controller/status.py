@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..deployment import Deployment
+from ..policy.state import Load
 from .models import Models
 from .nodes import KnownFetch, KnownNode
 from .state import State
@@ -21,11 +22,14 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
     """
     now, now_s = time.time(), time.monotonic()
     offset = now - now_s
+    loads = state.loads.summed(state.gateways.values(), now_s, state.deployments)
     transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
     return {
         "at": now,
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
-        "models": [_model(state, models, item) for _, item in sorted(state.deployments.items())],
+        "models": [
+            _model(state, models, item, loads.get(name)) for name, item in sorted(state.deployments.items())
+        ],
         "transfers": transfers,
         "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
         "gateways": [
@@ -72,8 +76,7 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
     }
 
 
-def _model(state: State, models: Models, item: Deployment) -> dict[str, Any]:
-    load = state.loads.summed(state.gateways.values(), time.monotonic(), state.deployments).get(item.name)
+def _model(state: State, models: Models, item: Deployment, load: Load | None) -> dict[str, Any]:
     instances = [instance for instance in state.instances.values() if instance.model == item.name]
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]

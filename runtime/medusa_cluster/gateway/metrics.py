@@ -93,7 +93,10 @@ class Metrics:
         self._models: dict[str, ModelMetrics] = {}
 
     def of(self, model: str) -> ModelMetrics:
-        return self._models.setdefault(model, ModelMetrics(model))
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(model)
+        return found
 
     def forget(self, deployed: set[str]) -> None:
         """Drop models that are no longer deployed, so that the names do not pile up."""

@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -259,9 +259,13 @@ def _address(url: str) -> Address:
 
 def _connection(address: Address, timeout_s: float = _CONNECT_S) -> http.client.HTTPConnection:
     if address.tls:
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(address.host, address.port, timeout=timeout_s, context=context)
+        return http.client.HTTPSConnection(address.host, address.port, timeout=timeout_s, context=_tls_context())
     return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads the machine's authorities, which takes tens of milliseconds
 
 
 def _token(path: str | None) -> str | None:
