@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _UNUSED_S = 2.0  # then a region is given back, because a lease keeps the agent from evicting it
 _AGAIN_S = 0.02  # between two questions for a region that the agent does not have
 _LAID_OUT_WITHIN_S = 10.0
+_MOST_ASKED = 64  # models, at once: while its store has not sent the index, one takes a thread for as long as that
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class AgentRegions:
         self._current: dict[str, _Lease] = {}
         self._leases: dict[ChecksummedRegion, _Lease] = {}
         self._opening: dict[str, asyncio.Task[_Lease | None]] = {}
-        self._threads = ThreadPoolExecutor(4, "regions")  # the agent answers within milliseconds, or hangs
+        self._threads = ThreadPoolExecutor(_MOST_ASKED, "regions")
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def acquire(self, url: str, *, current: bool, within_s: float) -> ChecksummedRegion | None:

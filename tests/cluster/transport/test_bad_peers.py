@@ -8,13 +8,18 @@ import http.server
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.node.client import NodeClient
 from peer_nodes import Model, Node
 from scripted_server import ScriptedServer
+from waiting import until
 
 
 class Between(http.server.ThreadingHTTPServer):
@@ -169,3 +174,42 @@ def test_what_is_no_index_is_left_out(nodes: Callable[..., list[Node]], model: M
         node.read_from(server.url, "http://127.0.0.1:1", "ftp://no/peer", "http://[/")
         model.check(node.fetch(model.url))
     assert model.copies() < 1.05
+
+
+def test_models_that_wait_for_their_stores_hold_up_no_other(nodes: Callable[..., list[Node]], model: Model) -> None:
+    (node,) = nodes(1)
+    model.check(node.fetch(model.url))
+    answered: list[str] = []
+
+    def ask(url: str) -> None:
+        connection = http.client.HTTPConnection(node.host, node.port)
+        headers = {"Authorization": f"Bearer {node.token_file.read_text().strip()}"}
+        with contextlib.closing(connection):
+            connection.request("GET", f"/regions/{quote(url, safe='')}/index", headers=headers)
+            assert connection.getresponse().status == (200 if url == model.url else 404)
+            answered.append(url)
+
+    def fetch(url: str) -> None:
+        client = NodeClient(node.socket)
+        with contextlib.closing(client), contextlib.suppress(MedusaError):
+            client.region(url, background=True)
+
+    statuses = NodeClient(node.socket)
+    with (
+        contextlib.closing(statuses),
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):  # takes connections and answers none
+        urls = [f"http://127.0.0.1:{silent.getsockname()[1]}/m{number}" for number in range(6)]
+        fetching = [threading.Thread(target=fetch, args=(url,)) for url in urls]
+        for one in fetching:
+            one.start()
+        until(lambda: {region["url"] for region in statuses.status()["regions"]} >= set(urls))
+        asking = [threading.Thread(target=ask, args=(url,)) for url in (*urls, model.url)]
+        for one in asking:
+            one.start()
+            time.sleep(0.05)  # so that they come in this order
+        asking[-1].join()
+        assert answered == [model.url]
+        node.agent.terminate()  # so that nobody waits any more
+        for one in (*asking, *fetching):
+            one.join()
