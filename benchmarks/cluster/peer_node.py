@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
+from medusa_cluster.connections import require_token
 from medusa_cluster.transport.agent_regions import AgentRegions
-from medusa_cluster.transport.auth import require_token
 from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.errors import MedusaError

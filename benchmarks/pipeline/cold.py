@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from medusa_cluster.node.timeline_reader import start_times
+from medusa_cluster.node.instance_readers import start_times
 from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 from medusa_runtime.timeline import Stage
 

@@ -1,4 +1,4 @@
-"""Limits on what the connections of a gateway or node server send beside the bodies of requests, and on answers.
+"""Connections of gateways and node servers: who may send requests, and limits on what comes beside their bodies.
 
 A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. It is
 counted in looks at the connections, so the time in which this process stands still does not count. A head may have
@@ -9,6 +9,7 @@ megabytes for the headers of each connection, and for the trailers of each body.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from typing import cast
 
 from aiohttp import ClientResponse, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 from medusa_runtime.process_limits import LEAST_FILES, most_files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -29,6 +31,7 @@ _REFUSALS = {
     408: ("Request Timeout", "the head came too slowly", "incomplete_head"),
     431: ("Request Header Fields Too Large", f"the request's head is larger than {_HEAD_BYTES} bytes", "bad_http"),
 }
+_SCHEME = "Bearer "
 _MOST_WAITING = 8192  # connections without a request; one more closes the oldest
 
 
@@ -206,6 +209,26 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     finally:
         connection.end_request()
+
+
+def require_token(token: str) -> Middleware:
+    """Return a middleware that answers 401 without ``Authorization: Bearer <token>``, except on ``/healthz``."""
+    expected = token.encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = request.headers.get("Authorization", "")
+        found = header.removeprefix(_SCHEME).encode("utf-8", "surrogateescape") if header.startswith(_SCHEME) else b""
+        if not hmac.compare_digest(found, expected) and request.path != "/healthz":
+            # The connection has to end, because the rest of a body that was not read may follow on it.
+            return web.Response(
+                status=401,
+                headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
+                text="expected the cluster's token: Authorization: Bearer …\n",
+            )
+        return await handler(request)
+
+    return check
 
 
 def http_logger() -> logging.Logger:

@@ -55,11 +55,10 @@ class Members:
             while True:
                 try:
                     found = await self._nodes.servers()
+                    if found is not None:
+                        self._take_list(found)
                 except Exception:
                     logger.exception("the cluster's members could not be listed")
-                    found = None
-                if found is not None:
-                    self._take_list(found)
                 await asyncio.sleep(_LIST_S)
         finally:
             for task in (*(task for tasks in self._following.values() for task in tasks), *self._forgetting.values()):
@@ -100,7 +99,7 @@ class Members:
             within_s = min(max(left_s, _LAST_WITHIN_S), _ANSWERS_WITHIN_S)
             try:
                 found = self._checked(node, await self._nodes.status(node.name, self._urls[node.name], within_s))
-            except Exception as error:  # noqa: BLE001 - any: the watch goes on, whatever a call fails with
+            except Exception as error:
                 logger.debug("the node %s did not answer: %s", node.name, error, exc_info=_unforeseen(error))
                 failing_since, failures = failing_since or began, failures + 1
                 away = node.name not in self._listed or time.monotonic() - failing_since >= _LOST_AFTER_S
@@ -156,7 +155,7 @@ class Members:
             return False
         try:
             await self._nodes.call(node.name, {"op": "ping"}, _REACHED_WITHIN_S)
-        except Exception as error:  # noqa: BLE001 - any: the watch goes on, whatever a call fails with
+        except Exception as error:
             logger.debug("orders do not reach the node %s: %s", node.name, error, exc_info=_unforeseen(error))
             return False
         return True

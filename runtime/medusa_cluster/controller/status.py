@@ -27,9 +27,7 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
     return {
         "at": now,
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
-        "models": [
-            _model(state, models, item, loads.get(name)) for name, item in sorted(state.deployments.items())
-        ],
+        "models": [_model(state, models, item, loads.get(name)) for name, item in sorted(state.deployments.items())],
         "transfers": transfers,
         "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
         "gateways": [

@@ -20,8 +20,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .gathering import send_blocks
-from .member import Member
-from .membership import GroupLostError, check_leader, outcome_of, serve_group
+from .membership import GroupLostError, Member, check_leader, outcome_of, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
 from .wire.channel import ConnectionBrokenError, Greeting, TcpChannel, close_with, error_of
@@ -31,8 +30,8 @@ from .worker_engine import WorkerEngine
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-# How long to wait for the leader's message when a neighbour, which may have got it first, has gone; or when this process
-# has stood still for so long that the leader seems to be silent, and its message is still to be read.
+# How long to wait for the leader's message: when a neighbour has gone, which may have got it first, or when the leader
+# seems to be silent because this process has stood still.
 _GRACE_S = 1.0
 
 

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from medusa_runtime.errors import ConfigError
 
-from .private_file import write_private
-from .settings import TlsFiles
+from .settings import TlsFiles, write_private
 
 _DERIVATION = b"medusa cluster: certificate authority 1"
 _AUTHORITY, _NODE = "medusa cluster", "medusa node"

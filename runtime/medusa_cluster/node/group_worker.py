@@ -12,8 +12,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 from ..group.plan import GroupPlan
-from .private_file import write_private
-from .settings import TlsFiles
+from .settings import TlsFiles, write_private
 
 
 @dataclass(frozen=True, slots=True)

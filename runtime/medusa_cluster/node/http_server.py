@@ -17,9 +17,8 @@ from medusa_runtime.errors import (
 from medusa_runtime.prometheus import expiration
 from medusa_runtime.storage.peer_access import PeerAccess
 
-from ..connections import Connections, http_logger, track_request
+from ..connections import Connections, http_logger, require_token, track_request
 from ..json_lines import error_answer
-from ..transport.auth import require_token
 from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .settings import NodeServerSettings

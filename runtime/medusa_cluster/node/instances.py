@@ -52,14 +52,14 @@ class RunningInstance:
     since_s: float = field(default_factory=time.monotonic)  # when its state began
     child: Child | None = None
     running: int = 0  # requests that the node server forwards to it now
-    kv_use: float = 0.0  # the part of its KV cache that was in use when that was looked at; see metrics_reader.py
+    kv_use: float = 0.0  # the part of its KV cache that was in use when that was looked at; see instance_readers.py
     prefill_tokens_per_s: float = 0.0  # of prompts, at most; 0: not known yet
     first_request_ns: int | None = None  # when the first POST came, by the monotonic clock
     version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
     failure: str | None = None
     worker: GroupWorker | None = None
     gpus: GpuLoan | None = None
-    start: dict[str, float] | None = None  # how long the start took; see timeline_reader.py
+    start: dict[str, float] | None = None  # how long the start took; see instance_readers.py
     # A leader's becomes consolidated or alone; a helper's perhaps prefilling, then released.
     group_state: str = "serving"
     has_prefilled: bool = False

@@ -30,9 +30,9 @@ from .agent import Agent
 from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .http_server import NodeHttpServer
+from .instance_readers import MetricsReader, TimelineReader
 from .instances import Instances
 from .logs import Logs
-from .metrics_reader import MetricsReader
 from .operations import Operations
 from .processes.child import OUT_OF_MEMORY, Child, RestartingChild, end_orphans
 from .processes.guard import reap_orphans
@@ -41,7 +41,6 @@ from .processes.ping_watchdog import PingWatchdog
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED_LINE, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, TlsFiles, make_token
-from .timeline_reader import TimelineReader
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,10 @@ from itertools import count
 from typing import Any
 
 from ..deployment import Device
-from .accelerators import left_over, needed_bytes
-from .contention import Fetching, newcomer_bytes_per_s
+from .accelerators import Needs, Rival, left_over, needed_bytes
 from .index import Index
 from .pool import evict, is_current, room
-from .rivals import Needs, Rival
-from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode
+from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode, Fetching, newcomer_bytes_per_s
 from .state import Deployment, FreeDevice, Node
 
 MOST_CANDIDATES = 16

@@ -12,9 +12,9 @@ from .claims import Claim, Shortage, bounds, needs_devices
 from .counting import RoleCount
 from .index import Index
 from .placement import Placement, is_large_enough, room_shape
-from .reservations import Reservation, Reservations
 from .scaling import Turn, shares
 from .state import Deployment, Instance, Node
+from .turns import Reservation, Reservations
 
 
 class Shared(NamedTuple):

@@ -2,6 +2,10 @@
 
 Predictions are made from recorded stage times, by Eq. 5 for the first token, with overlapped stages, and by Eq. 2 for
 the later ones. Eq. 1, without the overlap, is for systems that do not have it.
+
+Beside N fetches on a node's link, a new one gets B/(N+1) of the bandwidth B (§4.2, Algorithm 2 and Eq. 3). The paper's
+listing prints B/N, which contradicts Eq. 3. Eq. 4, the bytes pending after a while, is not computed, because nodes
+report them. ``Placement`` says which fetches of a node count, and until when they have to end.
 """
 
 from __future__ import annotations
@@ -141,3 +145,20 @@ def _group(
 
 def _rank(server: CandidateNode) -> tuple[float, str]:
     return server.s_per_byte, server.node
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """A fetch of a node: the bytes that are missing, and when all of them have to be there."""
+
+    name: str
+    pending_bytes: float
+    deadline_s: float
+
+
+def newcomer_bytes_per_s(link_bytes_per_s: float, fetching: Sequence[Fetching], now_s: float) -> float:
+    """Return the bandwidth for one more fetch, or 0 if another one would then miss its deadline (Eq. 3)."""
+    share = link_bytes_per_s / (len(fetching) + 1)
+    if any(fetch.pending_bytes > share * (fetch.deadline_s - now_s) for fetch in fetching):
+        return 0.0
+    return share

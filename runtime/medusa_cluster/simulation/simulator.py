@@ -14,12 +14,13 @@ from typing import Any
 from medusa_runtime.errors import MissingPackageError
 
 from ..policy.decide import Memory, decide
-from ..policy.state import ClusterState, Copy, Deployment, Load, Node
-from .beginning import begin_minimum, fill_pool, provision
+from ..policy.index import Index
+from ..policy.pool import spread
+from ..policy.state import ClusterState, Copy, Deployment, Load, Node, Role, StartInstance
 from .execution import SimExecution
 from .fleet import Fleet, Model
 from .network import Link, Network, call_after
-from .node import SimNode
+from .node import SimCopy, SimNode
 from .result import Outcome
 from .serving import ServedRequest, Server
 from .strategy import Strategy
@@ -101,11 +102,11 @@ class Simulation:
     def run(self) -> Outcome:
         """Run to the last answer, or until nothing can be answered any more."""
         if self.strategy.provisioned is not None:
-            provision(self, self._execution, self.strategy.provisioned)
+            _provision(self, self._execution, self.strategy.provisioned)
         else:
             if self.strategy.policy.pool:
-                fill_pool(self, self._execution)
-            begin_minimum(self, self._execution)
+                _fill_pool(self, self._execution)
+            _begin_minimum(self, self._execution)
         self._arrive_next()
         self.wake()
         with _rare_collections():
@@ -316,6 +317,42 @@ class Simulation:
                 size = machine.fast_domain_size
                 domain = f"{machine.name} {number // size}" if size > 1 else ""
                 yield SimNode(f"{machine.name}-{number:05}", machine, domain, always)
+
+
+def _provision(sim: Simulation, execution: SimExecution, part: float) -> None:
+    """Let instances serve from the beginning, on this part (0 to 1) of the devices, divided among the models."""
+    models = sim.models
+    places = [node for node in sim.nodes.values() for _ in range(node.machine.devices)]
+    for number, node in enumerate(places[: max(round(part * len(places)), 1)]):
+        model = models[number % len(models)]
+        turn = number // len(models)
+        role: Role = "both" if not model.model.disaggregated else "decode" if turn % 2 else "prefill"
+        execution.begin(execution.make(StartInstance(f"p{number}", model.model.name, node.name, role)))
+
+
+def _begin_minimum(sim: Simulation, execution: SimExecution) -> None:
+    """Let each model's minimum of instances serve from the beginning, if possible where its weights are."""
+    for model in sim.models:
+        roles: tuple[Role, ...] = ("prefill", "decode") if model.model.disaggregated else ("both",)
+        url, size = f"m://{model.model.name}", model.model.profile.size_bytes
+        for number in range(model.model.min * len(roles)):
+            nodes = (node for node in sim.nodes.values() if node.can_run(model.model))
+            node = min(nodes, key=lambda node: url not in node.copies, default=None)
+            if node is None:
+                return
+            node.copies.setdefault(url, SimCopy(url, size, base=size, complete=True))
+            start = StartInstance(f"{url}{number}", model.model.name, node.name, roles[number % len(roles)])
+            execution.begin(execution.make(start))
+
+
+def _fill_pool(sim: Simulation, execution: SimExecution) -> None:
+    """Fill the parameter pool at the beginning, like that of a cluster which has been running for a while."""
+    index, nodes = Index(), {name: node.to_policy() for name, node in sim.nodes.items()}
+    index.update(nodes)
+    for url, name in spread(index, nodes, sim.deployments.values()).items():
+        size = sim.fleet.models[sim.numbers[url.removeprefix("m://")]].profile.size_bytes
+        sim.nodes[name].copies[url] = SimCopy(url, size, pinned=True, base=size, complete=True)
+        execution.touch(sim.nodes[name])
 
 
 @contextmanager

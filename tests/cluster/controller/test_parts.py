@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from medusa_cluster.controller.loads import Loads
 from medusa_cluster.controller.nodes import Gateway, KnownNode
 from medusa_cluster.controller.plan_file import ClusterPlan, read_plan, write_plan
+from medusa_cluster.controller.reports import Loads
 from medusa_cluster.controller.status import chains
 from medusa_cluster.controller.versions import Versions
 from medusa_cluster.deployment import Deployment

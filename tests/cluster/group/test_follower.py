@@ -118,9 +118,7 @@ def test_a_release_is_read_by_a_worker_to_which_the_leader_has_seemed_silent(
     port = free_port()
     worker = group("0:2", "2:4", leader=f"127.0.0.1:{port}", silent_s=0.5).add(1)
     engine: Any = worker.engine
-    listener = Listener(
-        "127.0.0.1", port, group=engine.plan.number, access=ACCESS, accept=greetings.put, link=None
-    )
+    listener = Listener("127.0.0.1", port, group=engine.plan.number, access=ACCESS, accept=greetings.put, link=None)
     with closing(listener), closing(greetings.get(timeout=240).channel) as leader:
         leader.send(json_message(Kind.FORM, engine.plan.number, {"next": None}))
         time.sleep(2.0)

@@ -19,7 +19,7 @@ import pytest
 from hanging_files import HangingFiles
 from medusa_cluster.group.wire import mailbox, tunnel
 from medusa_cluster.group.wire.channel import Listener, connect
-from medusa_cluster.group.wire.mailbox import LARGEST_OBJECT_BYTES, FsspecMailbox, open_mailbox
+from medusa_cluster.group.wire.mailbox import LARGEST_OBJECT_BYTES, BoundedMailbox, FsspecMailbox
 from medusa_cluster.group.wire.tunnel import StoreListener, connect_through_store
 from medusa_runtime.errors import EngineError
 from medusa_runtime.storage.peer_access import PeerAccess
@@ -34,7 +34,7 @@ NEEDS_FUSE = pytest.mark.skipif(
 
 def left(place: str) -> list[str]:
     """Return what there is in a place: calls, and folders of connections."""
-    box = open_mailbox(place)
+    box = BoundedMailbox(place)
     return [name for name in box.names("") if name != "calls"] + box.names("calls")
 
 
@@ -58,7 +58,7 @@ def kill_a_worker(place: str) -> None:
         "    time.sleep(0.1)\n"
         "time.sleep(600)\n"
     )
-    box = open_mailbox(place)
+    box = BoundedMailbox(place)
     process = subprocess.Popen([sys.executable, "-c", code, place])
     until(lambda: [name for name in box.names("") if name != "calls" and len(box.names(name)) == 3])
     process.kill()
@@ -103,7 +103,7 @@ def test_what_two_killed_workers_have_left_is_removed_by_who_comes_next(
         pytest.skip("each process has a memory of its own")
     monkeypatch.setattr(tunnel, "_LEFT_S", 2.0)
     kill_a_worker(place)
-    box = open_mailbox(place)
+    box = BoundedMailbox(place)
     for call in box.names("calls"):
         box.delete(f"calls/{call}")  # as the other one had, before it was killed
     box.put("another/object", b"not of a connection")
@@ -123,15 +123,22 @@ def test_a_connection_that_is_idle_costs_few_calls_of_the_store(
 ) -> None:
     monkeypatch.setattr(tunnel, "_IDLE_PART", 1)  # soon after the last object, not after half a minute
     calls: list[str] = []
-    for name in ("get", "names"):
 
-        def counted(self: Any, at: str, inner: Any = getattr(mailbox.FolderMailbox, name)) -> Any:
+    def count(name: str, inner: Any) -> None:
+        def counted(self: Any, at: str) -> Any:
             calls.append(at)
             return inner(self, at)
 
         monkeypatch.setattr(mailbox.FolderMailbox, name, counted)
+
+    def accept() -> None:
+        with pytest.raises(OSError, match="closed"):
+            listener.accept()
+
+    count("get", mailbox.FolderMailbox.get)
+    count("names", mailbox.FolderMailbox.names)
     listener, ours, theirs = pair(str(tmp_path))
-    accepting = threading.Thread(target=lambda: pytest.raises(OSError, listener.accept))
+    accepting = threading.Thread(target=accept)
     accepting.start()
     time.sleep(1.0)
     before = len(calls)

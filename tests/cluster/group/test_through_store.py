@@ -16,7 +16,7 @@ from group_fixtures import Group
 from medusa_cluster.group.plan import GroupPlan
 from medusa_cluster.group.wire import tunnel
 from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
-from medusa_cluster.group.wire.mailbox import FolderMailbox, FsspecMailbox, Mailbox, open_mailbox
+from medusa_cluster.group.wire.mailbox import BoundedMailbox, FolderMailbox, FsspecMailbox, Mailbox
 from medusa_cluster.group.wire.message import Kind, Message, json_message
 from medusa_cluster.group.wire.tunnel import StoreListener, connect_through_store, is_store_place
 from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError
@@ -170,7 +170,7 @@ def test_half_an_object_is_not_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_mailbox_shows_whole_objects_or_none(place: str) -> None:
-    box: Mailbox = open_mailbox(place)
+    box: Mailbox = BoundedMailbox(place)
     assert (box.get("a/1"), box.has("a/1"), box.names("a")) == (None, False, [])
     box.put("a/1", b"one")
     box.put("a/2", b"two")
@@ -193,14 +193,14 @@ def test_places_in_stores_and_bad_ones(tmp_path: Path) -> None:
         False,
         False,
     ]
-    assert isinstance(open_mailbox(f"file://{tmp_path}")._inner, FolderMailbox)
+    assert isinstance(BoundedMailbox(f"file://{tmp_path}")._inner, FolderMailbox)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EngineError, match="could not be written"):
         connect_through_store(str(tmp_path / "file"))
     pytest.importorskip("fsspec")
-    assert isinstance(open_mailbox("memory://x")._inner, FsspecMailbox)
+    assert isinstance(BoundedMailbox("memory://x")._inner, FsspecMailbox)
     with pytest.raises(MissingPackageError, match="cannot be written to"):
-        open_mailbox("no-such-store://x")
+        BoundedMailbox("no-such-store://x")
     plan = {"group": "g", "token": "t", "rank": 1, "size": 2, "leader": "/mnt/g/"}
     assert GroupPlan.parse(plan).leader_address == ("/mnt/g/0", 0)
     assert GroupPlan.parse(plan).store_place(1) == "/mnt/g/1"

@@ -19,9 +19,9 @@ from engine_fixtures import checkpoint
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.node.description import describe
 from medusa_cluster.node.group_worker import GroupWorker, free_port
+from medusa_cluster.node.instance_readers import TimelineReader
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.settings import NodeServerSettings
-from medusa_cluster.node.timeline_reader import TimelineReader
 from medusa_runtime.errors import ConfigError
 
 __all__ = ["checkpoint"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from medusa_cluster.connections import require_token
 from medusa_cluster.node import logs as logs_module
 from medusa_cluster.node.logs import Logs
-from medusa_cluster.transport.auth import require_token
 
 Ask = Callable[[str], Awaitable[tuple[int, Any]]]
 

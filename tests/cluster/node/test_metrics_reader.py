@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 from medusa_cluster.deployment import Deployment
-from medusa_cluster.node import metrics_reader
-from medusa_cluster.node.instance_page import read_page
+from medusa_cluster.node import instance_readers
+from medusa_cluster.node.instance_readers import MetricsReader, engine_gauges, read_page
 from medusa_cluster.node.instances import Instances, RunningInstance
-from medusa_cluster.node.metrics_reader import MetricsReader, engine_gauges
 from medusa_cluster.node.settings import NodeServerSettings
 from scripted_server import ScriptedServer
 
@@ -99,7 +98,7 @@ def test_instances_with_requests_are_read_and_what_cannot_be_read_changes_nothin
 
 
 def test_an_instance_that_hangs_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_reader, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(instance_readers, "_PAUSE_S", 0.01)
     hung, released = [], threading.Event()
 
     def hang(_: bytes) -> bytes:

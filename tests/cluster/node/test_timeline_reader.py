@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.node.group_worker import GroupWorker
+from medusa_cluster.node.instance_readers import TimelineReader, start_times
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.settings import NodeServerSettings
-from medusa_cluster.node.timeline_reader import TimelineReader, start_times
 
 S = 1_000_000_000
 

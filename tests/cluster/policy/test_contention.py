@@ -8,10 +8,10 @@ import pytest
 from cluster_model import ClusterModel, model
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.contention import Fetching, newcomer_bytes_per_s
 from medusa_cluster.policy.decide import Options
 from medusa_cluster.policy.index import Index
 from medusa_cluster.policy.placement import Placement
+from medusa_cluster.policy.sizing import Fetching, newcomer_bytes_per_s
 from medusa_cluster.policy.state import Copy, Deployment, Instance, Load, Node
 
 GB = 10**9

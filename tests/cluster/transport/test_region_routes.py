@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import pytest
 from aiohttp import web
-from medusa_cluster.transport.auth import require_token
+from medusa_cluster.connections import require_token
 from medusa_cluster.transport.pacing import Pacer, mark_serving, mark_weights
 from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex

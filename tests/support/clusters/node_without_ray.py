@@ -22,12 +22,11 @@ from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.gpus import visible_gpus
 from medusa_cluster.node.http_server import NodeHttpServer
+from medusa_cluster.node.instance_readers import MetricsReader, TimelineReader
 from medusa_cluster.node.instances import Instances
-from medusa_cluster.node.metrics_reader import MetricsReader
 from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.processes.stopped import StoppedProcesses
 from medusa_cluster.node.settings import NodeServerSettings
-from medusa_cluster.node.timeline_reader import TimelineReader
 from medusa_cluster.transport.agent_regions import AgentRegions
 from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes

@@ -28,7 +28,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         factory.preimport(replace(settings, engine="vllm"), region)
     if settings.group is not None and not factory.is_compatible():
         try:
-            from . import rank_zero  # noqa: F401
+            from . import rank  # noqa: F401
         except MISSING_PART_ERRORS as error:
             logger.debug("vLLM has no parts for a group: %s", error)
 
@@ -71,7 +71,7 @@ def _missing() -> str | None:
     if factory.is_compatible():
         return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
     try:
-        from . import rank_zero  # noqa: F401 - imports all the inner parts
+        from . import rank  # noqa: F401 - imports all the inner parts
     except MISSING_PART_ERRORS as error:
         return f"{type(error).__name__}: {error}"
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -123,7 +123,7 @@ class VllmLeader(VllmEngine):
 
     def _start_rank_zero(self) -> None:
         """Fork rank 0 in a new thread, because a thread that has computed with OpenMP cannot fork."""
-        from .rank_zero import fork_rank_zero
+        from .rank import fork_rank_zero
 
         started = threading.Event()
         rank_config, plan, link, timeline = self._rank_config, self.plan, self.link, self._timeline

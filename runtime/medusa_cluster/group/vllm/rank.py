@@ -1,13 +1,16 @@
 """A rank of vLLM's pipeline: a worker of vLLM that runs the steps of the leader's scheduler.
 
-It begins to load its layers at once, while the group forms. It has no scheduler and no text.
+It begins to load its layers at once, while the group forms. It has no scheduler and no text. Rank 0 is a fork of the
+leader's engine process, which has imported vLLM.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +18,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.timeline import Timeline
+from medusa_vllm.cpu.ranks import drop_sockets
 from medusa_vllm.executor import PreparedWorker, join_group_of_one
 from medusa_vllm.version import MISSING_PART_ERRORS
 from vllm.config import set_current_vllm_config
@@ -23,8 +28,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..fetch_throttle import FetchThrottle
-from ..member import Member
-from ..membership import GroupLostError, check_leader, outcome_of
+from ..membership import GroupLostError, Member, check_leader, outcome_of
 from ..plan import GroupPlan
 from ..wire.channel import ConnectionBrokenError, Greeting, TcpChannel, close_with, error_of
 from ..wire.emulated_link import EmulatedLink
@@ -36,6 +40,7 @@ from .pipe import Pipe
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWERED_BY_THE_LAST = ("execute_model", "sample_tokens")
 
 
@@ -237,4 +242,34 @@ class Rank:
         self._worker = None
 
 
-__all__ = ["Rank"]
+def fork_rank_zero(rank_config: RankConfig, plan: GroupPlan, link: EmulatedLink | None, timeline: Timeline) -> int:
+    """Fork rank 0, which serves until the group is dissolved, and return its process id.
+
+    The kernel kills it when the calling thread ends.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent(parent)
+        name_process("group-rank-0")
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        drop_sockets()
+        _serve(rank_config, plan, link, timeline.named("rank 0"))
+        status = 0
+    except Exception:
+        logger.exception("rank 0 of the group failed")
+    finally:
+        os._exit(status)  # never run the parent's exit handlers
+
+
+def _serve(rank_config: RankConfig, plan: GroupPlan, link: EmulatedLink | None, timeline: Timeline) -> None:
+    rank = Rank(rank_config, plan, link, timeline, lambda: False)
+    rank.run(time.monotonic() + plan.form_s)
+
+
+__all__ = ["Rank", "fork_rank_zero"]

@@ -45,18 +45,14 @@ class Mailbox(Protocol):
         """List the objects and folders directly below a folder, by their names in it."""
 
 
-def open_mailbox(url: str) -> BoundedMailbox:
-    """Open a folder for objects: a path, or a URL of a store that fsspec can write to.
-
-    Raises MissingPackageError, which says what to install, and EngineError.
-    """
-    return BoundedMailbox(url)
-
-
 class BoundedMailbox:
-    """A mailbox whose calls raise EngineError when the store has not answered for ten seconds."""
+    """A mailbox at a path, or a URL of a store that fsspec can write to.
+
+    Its calls raise EngineError when the store has not answered for ten seconds.
+    """
 
     def __init__(self, url: str) -> None:
+        """Open the mailbox. Raises MissingPackageError, which says what to install, and EngineError."""
         self._shown = redacted(url)
         self._inner = self._within(lambda: _unbounded(url))
 
@@ -212,4 +208,4 @@ def _bounded(data: bytes, shown: str) -> bytes:
     return data
 
 
-__all__ = ["LARGEST_OBJECT_BYTES", "BoundedMailbox", "FolderMailbox", "FsspecMailbox", "Mailbox", "open_mailbox"]
+__all__ = ["LARGEST_OBJECT_BYTES", "BoundedMailbox", "FolderMailbox", "FsspecMailbox", "Mailbox"]

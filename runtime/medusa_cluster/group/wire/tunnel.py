@@ -24,7 +24,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
 from medusa_runtime.process_limits import as_limit_error
 
-from .mailbox import LARGEST_OBJECT_BYTES, Mailbox, open_mailbox
+from .mailbox import LARGEST_OBJECT_BYTES, BoundedMailbox, Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ _LEFT_S = 30.0  # objects that have been there for so long, and are the only one
 _BYTES, _END = b"\1", b"\0"  # the first byte of an object: more follow it, or it is the end of what one side sends
 _CALLS = "calls"  # the folder in which connections are announced
 _CALL = re.compile("[0-9a-f]{16}")  # and how: anything else might lead out of the store's folder
-# Between two looks, which stores charge for, and which take tens of milliseconds themselves: a part of the time for which
-# nothing has come. So little time is lost, and few looks are in vain.
+# Between two looks, which stores charge for, and which take tens of milliseconds themselves: a part of the time for
+# which nothing has come. So little time is lost, and few looks are in vain.
 _SOONEST_S, _LATEST_S = 0.0005, 0.02
 _IDLE_PART, _IDLE_S = 100, 0.25  # after seconds, and at most
 
@@ -48,7 +48,7 @@ def is_store_place(place: str) -> bool:
 
 def connect_through_store(place: str) -> socket.socket:
     """Connect to the worker that listens at this place, or will. Raises EngineError if the store cannot be reached."""
-    mailbox, name = open_mailbox(place), secrets.token_hex(8)
+    mailbox, name = BoundedMailbox(place), secrets.token_hex(8)
     mailbox.put(f"{_CALLS}/{name}", _BYTES)
     return _Tunnel(mailbox, name, sends="a", takes="b").socket
 
@@ -57,7 +57,7 @@ class StoreListener:
     """Accepts connections at a place, like a listening socket."""
 
     def __init__(self, place: str) -> None:
-        self._mailbox = open_mailbox(place)
+        self._mailbox = BoundedMailbox(place)
         self._closed = threading.Event()
         self._known: set[str] = set()
         self._failed = False

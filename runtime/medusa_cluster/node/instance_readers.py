@@ -1,24 +1,83 @@
-"""Facts from the timelines of a node's instances: how long a start took, and what has become of a group."""
+"""What a node server reads of its instances: how long a start took and what became of a group, load and capacity.
+
+The former is in their timelines. The latter (BlitzScale §5.3) is in the metrics of those with requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aiohttp import ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from .instance_page import UNREADABLE, read_page
+from ..connections import read_body
 from .instances import Instances, RunningInstance
 
 logger = logging.getLogger(__name__)
 
-_SOON_S, _LATER_S = 0.25, 2.0  # between two readings: during a start, and of an instance that has no request yet
+_PAUSE_S = 0.5  # between two readings of metrics, which take some 2 ms of CPU time
+_ROOM, _USED, _RATE = (f"medusa_engine_{name}" for name in ("kv_tokens", "kv_tokens_used", "prefill_tokens_per_s"))
+_SOON_S, _LATER_S = 0.25, 2.0  # of timelines: during a start, and of an instance that has no request yet
 _START_S = 60.0
 _ENDS = ("alone", "consolidated", "released")  # marks after which an instance no longer shares its model
 _STATES = ("prefilling", *_ENDS)
+_MOST_BYTES = 16 << 20  # of a page
+# What a page raises while it is read and understood that is no page of ours: another process may have the port now.
+UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
+
+
+async def read_page(session: ClientSession, instance: RunningInstance, path: str) -> str:
+    """Return the page at ``path``. Raises one of UNREADABLE, also if it has more than 16 MiB."""
+    url = f"http://127.0.0.1:{instance.port}{path}"
+    async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
+        return (await read_body(answer, _MOST_BYTES)).decode(answer.charset or "utf-8")
+
+
+class MetricsReader:
+    """A reader of the metrics of instances. It keeps what it finds in their ``kv_use`` and ``prefill_tokens_per_s``."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+
+    async def run(self) -> None:
+        """Read metrics until cancelled: of each instance on its own, so that one that hangs holds up no other."""
+        reading: dict[str, asyncio.Task[None]] = {}
+        async with ClientSession(timeout=ClientTimeout(total=2.0)) as session, asyncio.TaskGroup() as tasks:
+            while True:
+                reading = {name: task for name, task in reading.items() if not task.done()}
+                for instance in self._instances.all():
+                    if instance.running and instance.port is not None and instance.id not in reading:
+                        reading[instance.id] = tasks.create_task(self._read(session, instance))
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _read(self, session: ClientSession, instance: RunningInstance) -> None:
+        try:
+            found = engine_gauges(await read_page(session, instance, "/metrics"))
+        except UNREADABLE as error:
+            logger.debug("the metrics of %s could not be read: %s", instance.id, error)
+            return
+        instance.kv_use = min(found[_USED] / found[_ROOM], 1.0) if found[_ROOM] else 0.0
+        instance.prefill_tokens_per_s = found[_RATE] or instance.prefill_tokens_per_s
+
+
+def engine_gauges(metrics: str) -> dict[str, float]:
+    """Return the gauges of an engine that are read here, from metrics in Prometheus' format. 0 for those not there.
+
+    Raises ValueError for a value that is no number of at least 0.
+    """
+    found = dict.fromkeys((_ROOM, _USED, _RATE), 0.0)
+    for line in metrics.splitlines():
+        sample, _, value = line.rpartition(" ")
+        name = sample.partition("{")[0]
+        if name in found:
+            found[name] = float(value)
+            if not 0 <= found[name] < math.inf:
+                raise ValueError(f"expected a number of at least 0 for {name}, found {value}")
+    return found
 
 
 class TimelineReader:
@@ -105,4 +164,4 @@ def start_times(stages: Sequence[Mapping[str, Any]], first_request_ns: int | Non
     }
 
 
-__all__ = ["TimelineReader", "start_times"]
+__all__ = ["MetricsReader", "TimelineReader", "engine_gauges", "read_page", "start_times"]
