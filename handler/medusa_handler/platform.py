@@ -46,7 +46,10 @@ class Platform:
 
     name: str = "local"
     probes: Mapping[str, str] = field(default_factory=dict)
-    aliases: Sequence[str] = ()  # further paths of POST /
+    # More fields of a probe's body, by its path and whether its answer is 200.
+    probe_fields: Callable[[str, bool], Mapping[str, Any]] | None = None
+    aliases: Sequence[str] = ()  # further paths of POST /, whose errors are those of POST /
+    prefix: str = ""  # the paths below /v1 are also there below this one, such as /openai/v1/models
     routes: Sequence[Route] = ()
     translate_request: Callable[[Request], Request] | None = None
     translate_result: Callable[[Request, Any], Any] | None = None

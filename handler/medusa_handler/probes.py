@@ -38,6 +38,7 @@ class Probes:
 
     def __init__(self, settings: Settings, platform: Platform, region: Region | None, heartbeats: Heartbeats) -> None:
         self.kinds = {**PROBES, **platform.probes}
+        self._more_fields = platform.probe_fields
         self._settings = settings
         self._region = region
         self.heartbeats = heartbeats
@@ -57,8 +58,12 @@ class Probes:
     def answer(self, path: str) -> ProbeResponse | str | None:
         """Return the answer to a probe, None for a path of no probe, or the path of the function that must answer."""
         kind = self.kinds.get(path)
-        if kind is None:
-            return None
+        answer = None if kind is None else self._answer(kind)
+        if isinstance(answer, ProbeResponse) and self._more_fields is not None:
+            answer.status.update(self._more_fields(path, answer.good))
+        return answer
+
+    def _answer(self, kind: str) -> ProbeResponse | str:
         hung = self.heartbeats.hung()
         if kind == LIVE:  # the instance itself replaces all other processes
             return (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 from .registry import NO_ENGINE, engine_names, offered_engines
 
-PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
+PLATFORMS = ("auto", "local", "knative", "kserve", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")

@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values.check_range(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
     placed = parse_placement(arguments)
-    function = parse_function(
-        arguments, platform="knative" if arguments.mode == "knative" else "local", timeout_s=arguments.timeout
-    )
+    function = parse_function(arguments, platform="kserve", timeout_s=arguments.timeout)
     return print_or_apply(
         kserve.manifests(function, placed, mode=arguments.mode),
         ["Made by `medusa deploy kserve`.", "The instance fetches the model itself, so there is no storageUri."],

@@ -32,6 +32,7 @@ class PlatformEntry(NamedTuple):
 _LOCAL = "local"
 # In the order in which they are looked for.
 ADAPTERS = {
+    "kserve": PlatformEntry("medusa_adapters.platforms.kserve", (), "/mnt/models"),
     "knative": PlatformEntry("medusa_adapters.platforms.knative", ("K_SERVICE", "K_REVISION")),
     "openfaas": PlatformEntry(
         "medusa_adapters.platforms.openfaas",

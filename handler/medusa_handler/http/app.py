@@ -91,15 +91,19 @@ def create_app(service: Service, model_routes: Callable[[Service, RequestRunner]
     app.register_error_handler(Exception, lambda error: _error(service, error))
     if service.platform.start is not None:
         service.platform.start(lambda: exposition(service), lambda: service.admission.in_flight)
-    _close_unsent(app)
+    _wrap(app, service.platform.prefix)
     return app
 
 
-def _close_unsent(app: Flask) -> None:
-    """Close a response whose status or headers the server refuses to send."""
+def _wrap(app: Flask, prefix: str) -> None:
+    """Close a response whose status or headers the server refuses to send. Take ``prefix`` off paths before /v1."""
     answer = app.wsgi_app
 
     def handle(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if prefix:
+            for name in ("PATH_INFO", "RAW_URI"):
+                if environ.get(name, "").startswith(prefix + "/v1/"):
+                    environ[name] = environ[name].removeprefix(prefix)
         try:
             return answer(environ, start_response)
         except BaseException:
@@ -176,7 +180,8 @@ def _error(service: Service, error: Exception) -> Response:
         logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
     body = known.body()
-    if service.function is not None and not (_MODEL in request.blueprints or _is_model_route(service, request.path)):
+    is_models = _MODEL in request.blueprints or _is_model_route(service, request.path)
+    if service.function is not None and (not is_models or request.path in service.platform.aliases):
         body = {"error": known.message}
         if isinstance(error, InvalidBodyError):
             body["fields"] = error.fields

@@ -94,6 +94,9 @@ def _add_function(routes: Blueprint, service: Service, function: UserFunction, r
 
         return runner.run("/", answer)
 
+    for path in platform.aliases:  # else other routes, such as /v1/models/NAME, might take them
+        routes.add_url_rule(path, view_func=invoke, methods=["POST"])
+
 
 def _accepts_only_events(user_request: Request) -> bool:
     kinds = {each.partition(";")[0].strip().lower() for each in user_request.headers.get("accept", "").split(",")}

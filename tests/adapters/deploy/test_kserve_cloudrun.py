@@ -16,7 +16,7 @@ kserve = partial(deploying.rendered, "kserve")
 cloudrun = partial(deploying.rendered, "cloudrun")
 BASE = ("qwen", "--image=registry.example/qwen:1", "--model=s3://bucket/qwen")
 # serving.kserve.io: what the two resources have beside the fields of a pod.
-RUNTIME = {"supportedModelFormats", "containers", "volumes", "imagePullSecrets"}
+RUNTIME = {"supportedModelFormats", "protocolVersions", "containers", "volumes", "imagePullSecrets"}
 SCALING = {"minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "containerConcurrency", "timeout", "model"}
 
 
@@ -26,7 +26,7 @@ def pod(runtime: dict[str, Any], service: dict[str, Any]) -> dict[str, Any]:
     model = {key: value for key, value in predictor["model"].items() if key not in ("modelFormat", "runtime")}
     (container,) = runtime["spec"]["containers"]
     assert container["name"] == "kserve-container"
-    spec = {key: value for key, value in runtime["spec"].items() if key not in ("supportedModelFormats", "containers")}
+    spec = {key: value for key, value in runtime["spec"].items() if key in ("volumes", "imagePullSecrets")}
     spec |= {key: value for key, value in predictor.items() if key not in SCALING}
     return {
         "apiVersion": "v1",
@@ -59,9 +59,17 @@ def test_a_runtime_and_the_service_that_uses_it(arguments: list[str], mode: str)
     assert model["modelFormat"]["name"] in [known["name"] for known in runtime["spec"]["supportedModelFormats"]]
     # KServe would fetch all of it before the container starts.
     assert "storageUri" not in model
-    assert {"name": "MEDUSA_MODEL", "value": "s3://bucket/qwen"} in model["env"]
+    env = {entry["name"]: entry.get("value") for entry in model["env"]}
+    assert env["MEDUSA_MODEL"] == "s3://bucket/qwen"
+    assert (env["MEDUSA_PLATFORM"], env["MEDUSA_SERVED_MODEL_NAME"]) == ("kserve", service["metadata"]["name"])
     assert service["metadata"]["annotations"]["serving.kserve.io/deploymentMode"] == mode
     kubernetes_validate.validate(pod(runtime, service), "1.30", strict=True)
+
+
+def test_a_name_of_its_own_for_the_model() -> None:
+    _, (_, service) = kserve(*BASE, "--env=MEDUSA_SERVED_MODEL_NAME=other")
+    model = service["spec"]["predictor"]["model"]
+    assert [entry["value"] for entry in model["env"] if entry["name"] == "MEDUSA_SERVED_MODEL_NAME"] == ["other"]
 
 
 def test_only_knative_goes_to_zero() -> None:

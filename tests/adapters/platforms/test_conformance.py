@@ -28,6 +28,7 @@ class Place(NamedTuple):
 PLACES = {
     "local": Place({"MEDUSA_PLATFORM": "local"}, "/", "/readyz"),
     "knative": Place({"K_SERVICE": "f", "K_REVISION": "f-00001"}, "/", "/readyz"),
+    "kserve": Place({"MEDUSA_PLATFORM": "kserve"}, "/", "/v2/health/ready"),
     "openfaas": Place({"fprocess": "medusa serve", "suppress_lock": "true", "metrics_port": "0"}, "/", "/_/ready"),
     "sagemaker": Place({"SAGEMAKER_REGION": "eu-west-1"}, "/invocations", "/ping"),
 }

@@ -12,7 +12,12 @@ import pytest
 
 Launch = Callable[..., Any]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
-PLACES = [{"MEDUSA_PLATFORM": "local"}, {"SAGEMAKER_REGION": "eu-west-1"}, {"fprocess": "x", "suppress_lock": "1"}]
+PLACES = [
+    {"MEDUSA_PLATFORM": "local"},
+    {"MEDUSA_PLATFORM": "kserve"},
+    {"SAGEMAKER_REGION": "eu-west-1"},
+    {"fprocess": "x", "suppress_lock": "1"},
+]
 
 
 @pytest.mark.parametrize("env", PLACES)
@@ -25,6 +30,9 @@ def test_the_description_has_the_platforms_own_routes(launch: Launch, env: dict[
     )
     assert ("/ping" in document["paths"]) is ("SAGEMAKER_REGION" in env)
     assert ("/_/health" in document["paths"]) is ("fprocess" in env)
+    assert ({"/v2", "/v2/models/{name}", "/v2/models/model/infer"} <= set(document["paths"])) is (
+        "kserve" in env.values()
+    )
     assert "/v1/completions" not in document["paths"]
 
 

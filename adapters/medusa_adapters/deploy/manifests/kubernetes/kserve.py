@@ -6,6 +6,7 @@ MEDUSA_MODEL and not as ``storageUri``: KServe's storage initializer would fetch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from medusa_runtime.errors import ConfigError
@@ -29,7 +30,7 @@ def manifests(function: Function, placement: Placement, *, mode: str) -> list[di
             "--mode standard needs --min-scale=1 or more: only --mode knative goes to zero and comes back"
         )
     container = pod.container(
-        function,
+        replace(function, env={"MEDUSA_SERVED_MODEL_NAME": function.name, **function.env}),  # the one that clients use
         placement,
         name="kserve-container",
         drain_s=function.timeout_s - (_QUIET_S + 5 if knative else 5),
@@ -44,6 +45,7 @@ def manifests(function: Function, placement: Placement, *, mode: str) -> list[di
     container.pop("resources", None)
     runtime = {
         "supportedModelFormats": [{"name": FORMAT, "version": "1"}],
+        "protocolVersions": ["v1", "v2"],
         "containers": [container],
         **{key: spec.pop(key) for key in _OF_RUNTIME if key in spec},
     }

@@ -1,0 +1,219 @@
+"""KServe's protocols: V1, the Open Inference Protocol, and OpenAI's routes below /openai."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy
+import openai
+import pytest
+from medusa_adapters.platforms import kserve
+from medusa_adapters.platforms.base import resolve
+from medusa_adapters.platforms.inference_protocols import InferenceProtocols
+from medusa_handler.contract import Request
+
+Launch = Callable[..., Any]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
+INPUT = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2.5, 3, 4]}
+
+
+@pytest.fixture(scope="module")
+def function(launch_module: Launch) -> Any:
+    return launch_module(handler="tensors/handler.py", MEDUSA_PLATFORM="kserve", K_SERVICE="iris-predictor")
+
+
+@pytest.fixture(scope="module")
+def model(launch_module: Launch) -> Any:
+    return launch_module("--model", str(EXAMPLE), MEDUSA_PLATFORM="kserve", MEDUSA_SERVED_MODEL_NAME="lm")
+
+
+def predict(function: Any, body: Any, what: str = "echo", name: str = "iris") -> Any:
+    return function.request("POST", f"/v1/models/{name}:predict?what={quote(what)}", json.dumps(body).encode())
+
+
+def infer(function: Any, body: Any, what: str = "echo", **headers: str) -> Any:
+    return function.request("POST", f"/v2/models/iris/infer?what={quote(what)}", json.dumps(body).encode(), **headers)
+
+
+def test_it_is_recognized_and_finds_what_kserve_has_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kserve.variables({"K_SERVICE": "iris-predictor-default"}) == {"MEDUSA_SERVED_MODEL_NAME": "iris"}
+    assert kserve.variables({}) == {}
+    monkeypatch.setattr(kserve, "MODELS", str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert kserve.variables({}) == {"MEDUSA_MODEL": str(tmp_path)}
+    if not Path("/mnt/models").exists():
+        assert resolve("auto", {"K_SERVICE": "iris-predictor"}) == "knative"
+
+
+def test_instances_are_the_body_and_the_result_is_the_predictions(function: Any) -> None:
+    assert predict(function, {"instances": [[1, 2], {"a": None}]}).json == {"predictions": [[1, 2], {"a": None}]}
+    assert predict(function, {"inputs": ["text"], "signature_name": "s"}).json == {"predictions": ["text"]}
+    assert predict(function, {"instances": []}, '{"predictions": [3], "more": 1}').json == {
+        "predictions": [3],
+        "more": 1,
+    }
+    assert predict(function, {"instances": [1, 2]}, "items").json == {"predictions": [1, 2]}
+    created = predict(function, {"instances": [1]}, "created")
+    assert (created.status, created.json, created.headers["x-path"]) == (201, {"predictions": [1]}, "/")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ([1], "expected a JSON object"),
+        ({"instance": [1]}, 'expected {"instances": […]}'),
+        ({"instances": 1}, 'expected {"instances": […]}'),
+        ({"instances": [1], "inputs": [1]}, 'expected {"instances": […]}'),
+        ({"instances": [1], "parameters": {}}, "parameters: expected instances alone"),
+    ],
+)
+def test_what_is_no_call_of_v1_is_refused(function: Any, body: Any, said: str) -> None:
+    answer = predict(function, body)
+    assert answer.status == 400
+    assert answer.json["error"].startswith(said)
+
+
+def test_tensors_go_in_and_out(function: Any) -> None:
+    texts = {"name": "t", "shape": [2], "datatype": "BYTES", "data": ["a", "b"], "parameters": {"content_type": "str"}}
+    answer = infer(function, {"id": "7", "inputs": [INPUT, texts]})
+    outputs = [
+        {"name": "x", "shape": [2, 2], "datatype": "FP64", "data": [1, 2.5, 3, 4]},
+        {"name": "t", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]},
+    ]
+    assert answer.json == {"model_name": "iris", "id": "7", "outputs": outputs}
+    only = infer(function, {"inputs": [INPUT, texts], "outputs": [{"name": "t"}]})
+    assert only.json == {"model_name": "iris", "outputs": outputs[1:]}
+    nested = infer(function, {"inputs": [INPUT | {"data": [[1, 2.5], [3, 4]]}]})
+    assert nested.json["outputs"] == outputs[:1]
+
+
+@pytest.mark.parametrize(
+    ("result", "outputs"),
+    [
+        ("[1, 2]", [{"name": "output-0", "shape": [2], "datatype": "INT64", "data": [1, 2]}]),
+        ("[[true], [false]]", [{"name": "output-0", "shape": [2, 1], "datatype": "BOOL", "data": [True, False]}]),
+        ("0.5", [{"name": "output-0", "shape": [1], "datatype": "FP64", "data": [0.5]}]),
+        ("[[], []]", [{"name": "output-0", "shape": [2, 0], "datatype": "INT64", "data": []}]),
+        ("null", []),
+    ],
+)
+def test_results_become_tensors(function: Any, result: str, outputs: list[Any]) -> None:
+    assert infer(function, {"inputs": [INPUT]}, result).json["outputs"] == outputs
+
+
+def test_arrays_keep_their_type() -> None:
+    protocols = InferenceProtocols(["m"])
+    body = json.dumps({"inputs": [INPUT]}).encode()
+    call = protocols.receive(Request(path="/v2/models/m/infer", body=body))
+    sent = protocols.send(call, {"a": numpy.ones((1, 2), numpy.float32), "b": [numpy.int8(3)]})
+    a = {"name": "a", "shape": [1, 2], "datatype": "FP32", "data": [1.0, 1.0]}
+    assert sent["outputs"] == [a, {"name": "b", "shape": [1], "datatype": "INT64", "data": [3]}]
+
+
+@pytest.mark.parametrize("result", ["[[1], [1, 2]]", '[1, "a"]', '{"a": {"b": 1}}', "[[1], 2]", "[null]"])
+def test_a_result_that_is_no_tensor_is_the_functions_mistake(function: Any, result: str) -> None:
+    answer = infer(function, {"inputs": [INPUT]}, result)
+    assert answer.status == 500
+    assert answer.json["error"].startswith("internal error")
+    function.until(lambda: "which is no tensor; expected" in function.output())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "inputs: expected a list of tensors"),
+        ({"inputs": [1]}, "inputs: expected a list of tensors"),
+        ({"inputs": [INPUT, INPUT]}, "inputs: expected tensors with different names"),
+        ({"inputs": [INPUT | {"name": ""}]}, "inputs[0].name: expected text"),
+        ({"inputs": [INPUT | {"shape": [2, -2]}]}, "inputs[0].shape: expected a list"),
+        ({"inputs": [INPUT | {"shape": [1] * 40}]}, "inputs[0].shape: expected at most 32"),
+        ({"inputs": [INPUT | {"shape": [3, 2]}]}, "inputs[0].data: expected 6 elements for the shape [3, 2], found 4"),
+        ({"inputs": [INPUT | {"datatype": "FLOAT"}]}, "inputs[0].datatype: expected one of BOOL"),
+        ({"inputs": [INPUT | {"datatype": "INT8"}]}, "inputs[0].data: expected elements of type INT8, found 2.5"),
+        ({"inputs": [INPUT | {"data": [[[1], [2]], [[3], [4]]]}]}, "inputs[0].data: expected elements of type FP32"),
+        ({"inputs": [INPUT | {"data": None}]}, "inputs[0].data: expected a list"),
+        ({"inputs": [INPUT], "outputs": ["x"]}, "outputs: expected a list"),
+        ({"inputs": [INPUT], "outputs": [{"name": "y"}]}, 'outputs: there is no "y"; the function returns "x"'),
+        ({"inputs": [INPUT], "id": 7}, "id: expected text"),
+    ],
+)
+def test_what_is_no_call_of_the_open_inference_protocol_is_refused(function: Any, body: Any, said: str) -> None:
+    answer = infer(function, body)
+    assert answer.status == 400
+    assert answer.json["error"].startswith(said)
+
+
+def test_binary_tensors_are_refused(function: Any) -> None:
+    answer = infer(function, {"inputs": [INPUT]}, Inference_Header_Content_Length="10")
+    assert answer.status == 400
+    assert "expected all data in the JSON body" in answer.json["error"]
+
+
+def test_errors_are_texts(function: Any) -> None:
+    for answer in (
+        predict(function, {"instances": [1]}, "raise"),
+        infer(function, {"inputs": [INPUT]}, "raise"),
+        function.request("POST", "/v2/models/other/infer", {"inputs": [INPUT]}),
+        function.request("GET", "/v2/models/other/ready"),
+    ):
+        assert answer.status in (404, 500)
+        assert isinstance(answer.json["error"], str)
+        assert "secret" not in answer.json["error"]
+    assert predict(function, {"instances": [1]}, name="other").status == 404
+    assert function.request("GET", "/v1/models/other").status == 404
+
+
+def test_what_clients_ask_before_they_call(function: Any, launch: Launch) -> None:
+    assert function.request("GET", "/v2/health/live").json["live"] is True
+    for path in ("/v2/health/ready", "/v2/models/iris/ready", "/v1/models/iris"):
+        answer = function.request("GET", path)
+        assert (answer.status, answer.json["ready"]) == (200, True)
+    assert answer.json["name"] == "iris"
+    assert function.request("GET", "/v1/models").json == {"models": ["iris"]}
+    assert {"name", "version", "extensions"} == set(function.request("GET", "/v2").json)
+    assert function.request("GET", "/v2/models/iris").json["name"] == "iris"
+    loading = launch(handler="slow_load/handler.py:Handler", MEDUSA_PLATFORM="kserve", wait=False)
+    for path in ("/v2/health/ready", "/v2/models/model/ready", "/v1/models/model"):
+        answer = loading.request("GET", path)
+        assert (answer.status, answer.json["ready"]) == (503, False)
+    assert loading.request("GET", "/v2/health/live").status == 200
+
+
+def test_other_paths_and_events_are_the_functions(function: Any) -> None:
+    assert function.request("POST", "/anything", {"a": 1}).json == {"a": 1}
+    event = {
+        "ce_specversion": "1.0",
+        "ce_id": "1",
+        "ce_type": "t",
+        "ce_source": "/s",
+        "content_type": "application/json",
+    }
+    answer = function.request("POST", "/v1/models/iris:predict", b'{"instances": [1]}', **event)
+    assert (answer.json, answer.headers["ce-type"]) == ({"predictions": [1]}, "t.reply")
+
+
+def test_a_models_routes_are_openais_also_where_kserves_servers_have_them(model: Any) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{model.port}/openai/v1", api_key="none")
+    assert [each.id for each in client.models.list()] == ["lm"]
+    assert client.completions.create(model="lm", prompt="This", max_tokens=2).usage.completion_tokens == 2  # type: ignore[union-attr]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="This")
+    assert model.request("GET", "/v1/models/lm").json["object"] == "model"
+    assert model.request("GET", "/v2/models/lm/ready").json["ready"] is True
+    assert model.request("POST", "/v1/models/lm:predict", {"instances": ["This"]}).status in (404, 405)
+    assert model.request("POST", "/v2/models/lm/infer", {"inputs": [INPUT]}).status in (404, 405)
+
+
+def test_a_function_with_a_model_has_both(launch: Launch) -> None:
+    both = launch(
+        "--model", str(EXAMPLE), handler="tensors/handler.py", MEDUSA_PLATFORM="kserve", MEDUSA_SERVED_MODEL_NAME="lm"
+    )
+    assert both.request("POST", "/v1/models/lm:predict", {"instances": [1]}).json == {"predictions": [1]}
+    refused = both.request("POST", "/v1/models/lm:predict", {"instances": 1})
+    assert (refused.status, type(refused.json["error"])) == (400, str)
+    assert both.request("GET", "/v1/models/lm").json["id"] == "lm"
+    assert both.request("POST", "/openai/v1/completions", {"prompt": "This", "max_tokens": 1}).status == 200
