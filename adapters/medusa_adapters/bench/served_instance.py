@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from medusa_runtime.errors import MedusaError, from_code
 from medusa_runtime.timeline import Stage
 
 from .openai_client import Completion, stream
@@ -144,6 +145,12 @@ class ServedInstance(Process):
             lines = self.exchange("GET", "/metrics").text.splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(found) if found else None
+
+    def own_error(self) -> MedusaError | None:
+        """Return the error that `medusa serve` ended with, as its last line says it; None if it runs or said none."""
+        words = self.output().rpartition("\nmedusa: ")[2].strip() if not self.alive() else ""
+        text, bracket, code = words.removesuffix("]").rpartition(" [")
+        return from_code(code, text) if bracket and words.endswith("]") else None
 
     def _pause(self, deadline: float, what: str, pause_s: float = _RETRY_S) -> None:
         if time.monotonic() > deadline:

@@ -60,10 +60,15 @@ def model_argument(arguments: argparse.Namespace) -> str | None:
 
 
 def request_body(text: str) -> bytes:
-    """Return the body given with ``--request``: the text or, for ``@FILE``, a file's content. Raises ConfigError."""
+    """Return the body given with ``--request``: the text or, for ``@FILE``, a file's content, and for ``@-`` stdin's.
+
+    Raises ConfigError.
+    """
     if not text.startswith("@"):
         return text.encode()
     try:
+        if text == "@-":
+            return sys.stdin.buffer.read()
         return Path(text[1:]).read_bytes()
     except OSError as error:
         raise ConfigError(f"--request={text}: expected a file that can be read: {error.strerror}") from None

@@ -32,7 +32,12 @@ def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]
         return _answer(service, as_json_object(called.body), is_disconnected)
     prompt = called.body.decode(errors="replace")
     if not prompt.strip():
-        raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
+        raise ApiError(
+            400,
+            'expected {"prompt": …} as JSON, or the prompt itself as the body',
+            param="prompt",
+            code="invalid_value",
+        )
     # curl -d sends JSON as a form.
     return _answer(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, is_disconnected)
 

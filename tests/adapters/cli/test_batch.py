@@ -93,6 +93,14 @@ def finish(process: Any) -> tuple[int, str]:
     return process.returncode, errors
 
 
+def test_a_model_that_is_not_there_is_one_clear_error(batch: Callable[..., Any], tmp_path: Path) -> None:
+    asked = write(tmp_path / "in.jsonl", [request("a")])
+    status, errors = finish(batch("-i", asked, "-o", "out.jsonl", model=tmp_path / "nothing"))
+    expected = f"medusa: {tmp_path}/nothing: expected a folder with a checkpoint, found nothing [Storage.NotFound]"
+    assert (status, errors.splitlines()[-1]) == (1, expected)
+    assert "did not answer" not in errors
+
+
 def test_each_line_gets_a_result(batch: Callable[..., Any], tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "What does len return?"}], "max_tokens": 3}
     asked = write(

@@ -108,6 +108,14 @@ def test_a_handler_is_called_once(handler: Path, macos: bool, medusa: Medusa) ->
     assert (done.returncode, done.stdout, done.stderr) == (1, "no\n", "status 404\n")
 
 
+def test_a_request_from_stdin(handler: Path) -> None:
+    command = [sys.executable, "-m", "medusa_adapters", "run", "handler.py", "--request", "@-"]
+    done = subprocess.run(
+        command, cwd=handler, input='{"name": "Ada"}', capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, '{"hello": "Ada"}\n'), done.stderr
+
+
 def test_what_a_handler_gets_wrong(handler: Path, medusa: Medusa) -> None:
     done = medusa(handler, "run", "handler.py", "--request", "no json")
     assert (done.returncode, done.stderr.startswith("status 400: expected a JSON body")) == (1, True)

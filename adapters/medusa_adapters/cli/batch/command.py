@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import OPTIONS, Settings, from_env, to_env
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, MedusaError
 
 from ..flags import add_model, model_argument
 from ..progress import CLEAR_LINE, note, size
@@ -25,6 +25,7 @@ from ..serve import add_settings, with_engine_flags
 from .runner import Counts, Runner
 
 if TYPE_CHECKING:
+    from ...bench.served_instance import ServedInstance
     from .source import Source
 
 # The settings of an instance's server, and of how a function starts, which a batch chooses itself.
@@ -138,11 +139,16 @@ class _Stop:
         if self.runner is not None:
             self.runner.stop()
 
-    def wait_ready(self, instance: object) -> bool:
+    def wait_ready(self, instance: ServedInstance) -> bool:
         """Wait until an instance is ready. Return False if a signal came before. Raises MedusaError."""
-        from ...bench.served_instance import ServedInstance
+        try:
+            return self._wait_ready(instance)
+        except MedusaError:
+            if self.reason is None and (error := instance.own_error()) is not None:
+                raise error from None
+            raise
 
-        assert isinstance(instance, ServedInstance)
+    def _wait_ready(self, instance: ServedInstance) -> bool:
         deadline = time.monotonic() + _START_S
         while self.reason is None:
             with instance.explained_failures():

@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = next(option for option in OPTIONS if option.field == "engine")
     parser.add_argument(engine.flag, metavar=engine.form, help=f"{engine.help} [{engine.variable}]")
     parser.add_argument(
-        "--request", default="", metavar="BODY", help="the request's body; @FILE is a file's content; default: empty"
+        "--request",
+        default="",
+        metavar="BODY",
+        help="the request's body; @FILE is a file's content, @- stdin's; default: empty",
     )
     parser.add_argument(
         "--content-type", default="application/json", metavar="TYPE", help="the body's type; default: application/json"

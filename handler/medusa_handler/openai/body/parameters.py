@@ -34,8 +34,9 @@ def number(
     if good and least is not None:
         good = value > least if above else value >= least
     if not good or (most is not None and value > most):
-        low = "" if least is None else f" {'above' if above else 'of at least'} {least:g}"
-        raise invalid(name, f"a number{low}{'' if most is None else f' up to {most:g}'}", value)
+        low = "" if least is None else f" {'above' if above else 'of at least' if most is None else 'from'} {least:g}"
+        high = "" if most is None else f" {'up to' if above else 'to'} {most:g}"
+        raise invalid(name, f"a number{low}{high}", value)
     return float(value)
 
 
@@ -48,8 +49,8 @@ def integer(
         return default
     good = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LONGEST_INT
     if not good or (least is not None and value < least) or (most is not None and value > most):
-        low = " of at most 64 bits" if least is None else f" of at least {least}"
-        raise invalid(name, f"a whole number{low}{'' if most is None else f' up to {most}'}", value)
+        expected = "of at most 64 bits" if least is None else f"of at least {least}"
+        raise invalid(name, f"a whole number {expected if most is None else f'from {least} to {most}'}", value)
     return int(value)
 
 
