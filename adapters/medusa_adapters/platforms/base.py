@@ -30,6 +30,7 @@ class PlatformEntry(NamedTuple):
 
 
 _LOCAL = "local"
+_LONGEST_ID = 128  # in characters
 # In the order in which they are looked for.
 ADAPTERS = {
     "kserve": PlatformEntry("medusa_adapters.platforms.kserve", (), "/mnt/models"),
@@ -69,3 +70,12 @@ def resolve(name: str, environ: Mapping[str, str]) -> str:
     if name != "auto":
         return name
     return next((name for name, place in ADAPTERS.items() if place.matches(environ)), _LOCAL)
+
+
+def request_id(headers: Mapping[str, str], name: str) -> str | None:
+    """Return the id that a platform gives to a request in the header ``name``.
+
+    It is None if it is missing, too long, or not printable ASCII.
+    """
+    value = headers.get(name, "")
+    return value if value.isascii() and value.isprintable() and 0 < len(value) <= _LONGEST_ID else None

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import ConfigError
 
-from . import duration
-from .request_id import request_id
+from .base import request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +27,9 @@ _WRITE_TIMEOUT_S = 30.0
 _METRICS_PORT = 8081
 _ID_HEADER = "X-Call-Id"
 _COUNT = re.compile("[0-9]{1,9}")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
+_MOST_S = 2**63 / 1e9  # Go counts nanoseconds in 64 bits
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -83,7 +85,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 def _timeout_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of X-Timeout, which can only shorten exec_timeout. Like of-watchdog, ignore an invalid one."""
     try:
-        return duration.parse_duration(headers.get("X-Timeout", "")) or None
+        return parse_duration(headers.get("X-Timeout", "")) or None
     except ValueError:
         return None
 
@@ -107,7 +109,7 @@ def _linger_s(environ: Mapping[str, str]) -> float:
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
     try:
-        return duration.parse_duration(environ.get(name) or "0")
+        return parse_duration(environ.get(name) or "0")
     except ValueError as error:
         raise ConfigError(f"{name}={environ[name]!r} cannot be used: expected {error}") from None
 
@@ -117,3 +119,16 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     if not _COUNT.fullmatch(text):
         raise ConfigError(f"{name}={text!r} cannot be used: expected a whole number, 0 or more")
     return int(text)
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration as Go writes it, such as ``1m30s`` (package time, ParseDuration).
+
+    As in of-watchdog, a bare number is seconds. Raises ValueError.
+    """
+    text = text.removeprefix("+")
+    parts = [(text, "s")] if re.fullmatch("[0-9]+", text) else _PART.findall(text)
+    found = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if not parts or (_PART.sub("", text) and parts != [(text, "s")]) or found >= _MOST_S:
+        raise ValueError("a duration such as 30s, 1m30s or 500ms")
+    return found

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .request_id import request_id
+from .base import request_id
 
 if TYPE_CHECKING:
     from medusa_handler.contract import Request, Response

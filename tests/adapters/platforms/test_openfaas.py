@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters.platforms import duration, openfaas
+from medusa_adapters.platforms import openfaas
 from medusa_runtime.errors import ConfigError
 from process_tree import descendants
 
@@ -29,13 +29,13 @@ LOCK = Path("/tmp/.lock")
     [("30s", 30), ("1m", 60), ("500ms", 0.5), ("1h2m3.5s", 3723.5), ("45", 45), ("100us", 1e-4), ("+1.5h", 5400)],
 )
 def test_durations_are_gos(text: str, seconds: float) -> None:
-    assert duration.parse_duration(text) == pytest.approx(seconds)
+    assert openfaas.parse_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1x", "1.5", "-3s", "5 s", "1m30", "٣s", "5s\n", "9999999999h"])
 def test_a_duration_that_is_none_names_its_variable(text: str) -> None:
     with pytest.raises(ValueError, match="such as 30s"):
-        duration.parse_duration(text)
+        openfaas.parse_duration(text)
     if text:
         with pytest.raises(ConfigError, match="exec_timeout"):
             openfaas.variables({"exec_timeout": text})
