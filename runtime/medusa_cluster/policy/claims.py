@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..deployment import Device
 from .state import Deployment, Node, RequestNodes
 
-Shapes = Mapping[tuple[str, int], int]  # (kind, accelerators of a node) → how many such nodes there are
+Shape = tuple[str, int]  # kind, accelerators of a node
+Shapes = Mapping[Shape, int]  # how many such nodes there are
 
 
-def shape_of(node: Node) -> tuple[str, int]:
+def shape_of(node: Node) -> Shape:
     """Return a node's kind, and how many of its accelerators can be used. -1: it has some, but none answers."""
     return node.device_kind, (node.slots or -1) if node.devices else 0
 
@@ -62,14 +64,23 @@ class Shortage:
     missing: int
 
 
-def bounds(shapes: Shapes, claims: Collection[Claim]) -> Iterator[Bound]:
-    """Yield the bounds that hold for these claims: those of each kind of node first, and of few claims before many."""
+def bounds(shapes: Shapes, claims: Collection[Claim]) -> tuple[Bound, ...]:
+    """Return the bounds that hold for these claims: those of each kind of node first, and of few claims before many."""
+    return _bounds(frozenset(item for item in shapes.items() if item[1]), frozenset(claims))
+
+
+@lru_cache(64)  # most ticks have the same shapes and claims as the last one
+def _bounds(shapes: frozenset[tuple[Shape, int]], claims: frozenset[Claim]) -> tuple[Bound, ...]:
+    return tuple(_each_bound(dict(shapes), claims))
+
+
+def _each_bound(shapes: Shapes, claims: Collection[Claim]) -> Iterator[Bound]:
     for kind in (*sorted({claim.kind for claim in claims} - {""}), ""):
         of_kind = [claim for claim in claims if kind in ("", claim.kind)]
-        alive = {shape: count for shape, count in shapes.items() if count and kind in ("", shape[0])}
         sizes: dict[int, int] = {}
-        for (_, devices), count in alive.items():
-            sizes[devices] = sizes.get(devices, 0) + count
+        for (kind_of_node, devices), count in shapes.items():
+            if kind in ("", kind_of_node):
+                sizes[devices] = sizes.get(devices, 0) + count
         on_devices = {claim for claim in of_kind if needs_devices(claim, shapes)}
         without = {claim for claim in of_kind if claim.device == "cpu"}
         for devices in sorted({claim.devices for claim in on_devices if claim.devices > 1}, reverse=True):

@@ -87,11 +87,18 @@ class InstanceCounter:
     """
 
     def __init__(
-        self, state: ClusterState, index: Index, now_s: float, last: CountMemory, bounds: Bounds, *, prescale: bool
+        self,
+        state: ClusterState,
+        index: Index,
+        catalog: Catalog,
+        now_s: float,
+        last: CountMemory,
+        bounds: Bounds,
+        *,
+        prescale: bool,
     ) -> None:
-        self._state, self._index, self._now_s = state, index, now_s
+        self._state, self._index, self._catalog, self._now_s = state, index, catalog, now_s
         self._last, self._bounds, self._prescale = last, bounds, prescale
-        self._catalog = index.catalog(state.deployments)
         same = last.catalog is self._catalog and last.options == (bounds, prescale)
         self._known: Mapping[str, SettledModel] = last.settled if same else {}
         self._settled: dict[str, SettledModel] = {}
@@ -112,8 +119,9 @@ class InstanceCounter:
             else:
                 self._counts[name] = self._count_roles(deployment)
                 number = sum(count.wanted for count in self._counts[name])
-            claim = Claim.of(deployment)
-            wanted[claim] = wanted.get(claim, 0) + number
+            if number:
+                claim = Claim.of(deployment)
+                wanted[claim] = wanted.get(claim, 0) + number
         sharing = self._sharing(wanted)
         if sharing:
             for name in sharing:

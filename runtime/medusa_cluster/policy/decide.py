@@ -131,7 +131,7 @@ class _Tick:
             largest_group=options.largest_group,
         )
         self._counting = InstanceCounter(
-            state, memory.index, now_s, memory.counted, options.bounds, prescale=options.prescale
+            state, memory.index, self._catalog, now_s, memory.counted, options.bounds, prescale=options.prescale
         )
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []

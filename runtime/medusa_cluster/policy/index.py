@@ -137,12 +137,16 @@ class Index:
             self._touch(last, node)
         if not alike or not (instances or _run_the_same(last, node)):
             self._mark(last, node)
-        if copies and alike and last.memory_bytes == node.memory_bytes:
-            self._forget_instances(last)
-            self._add_instances(node)
-        else:
+        if not alike or last.memory_bytes != node.memory_bytes:
             self._forget(last)
             self._add(node)
+            return
+        if not copies:
+            self._forget_copies(last)
+            self._add_copies(node)
+        if not instances:
+            self._forget_instances(last)
+            self._add_instances(node)
 
     def _touch(self, *nodes: Node) -> None:
         self.roomier = True
@@ -155,6 +159,17 @@ class Index:
                 self.marks[instance.model] = object()
 
     def _add(self, node: Node) -> None:
+        if node.state == "alive":
+            self.shapes[shape_of(node)] += 1
+            for size in node.sizes:  # Counter.update costs more where there are few
+                self.sizes[size] += 1
+            self.processors[node.processor("auto")] += 1
+            self.memory_bytes += node.memory_bytes
+            self.unlimited += not node.memory_bytes
+        self._add_copies(node)
+        self._add_instances(node)
+
+    def _add_copies(self, node: Node) -> None:
         if node.state == "lost":
             return
         pinned = 0
@@ -166,13 +181,6 @@ class Index:
                 pinned += copy.total_bytes
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
-            self.shapes[shape_of(node)] += 1
-            for size in node.sizes:  # Counter.update costs more where there are few
-                self.sizes[size] += 1
-            self.processors[node.processor("auto")] += 1
-            self.memory_bytes += node.memory_bytes
-            self.unlimited += not node.memory_bytes
-        self._add_instances(node)
 
     def _add_instances(self, node: Node) -> None:
         if node.state == "lost":
@@ -189,19 +197,20 @@ class Index:
             self.free_processors.add(node.name)
 
     def _forget(self, node: Node) -> None:
-        if node.state == "lost":
-            return
-        for copy in node.copies:
-            _discard(self.holders, copy.url, node.name)
-            self.arriving.pop((node.name, copy.url), None)
         if node.state == "alive":
-            del self.pinned_bytes[node.name]
             self.shapes[shape_of(node)] -= 1
             self.sizes.subtract(node.sizes)
             self.processors[node.processor("auto")] -= 1
             self.memory_bytes -= node.memory_bytes
             self.unlimited -= not node.memory_bytes
+        self._forget_copies(node)
         self._forget_instances(node)
+
+    def _forget_copies(self, node: Node) -> None:
+        for copy in node.copies:
+            _discard(self.holders, copy.url, node.name)
+            self.arriving.pop((node.name, copy.url), None)
+        self.pinned_bytes.pop(node.name, None)
 
     def _forget_instances(self, node: Node) -> None:
         if node.state == "lost":

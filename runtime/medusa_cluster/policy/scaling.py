@@ -94,8 +94,7 @@ def scale_target(
     if ready and load.waiting > 0:
         learned = max(learned, load.prefilled_per_s / ready)
         counted |= min(load.longest_wait_s, now_s - ready_since_s) >= _COUNTED_S
-    monitor = replace(monitor, tokens_per_s=learned, counted=counted)
-    found = need(deployment, load, ready, prefill_rate(deployment, monitor), bounds)
+    found = need(deployment, load, ready, deployment.tokens_per_s or (learned if counted else 0.0), bounds)
     samples = _window(monitor.samples, now_s, float(found.most), bounds.window_s)
     most = int(samples[0][1])
     if current < found.least:

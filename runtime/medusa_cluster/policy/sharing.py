@@ -39,10 +39,10 @@ def share(
     one of those that are ``lacking`` one for which no place is free, becomes free, or is given up by models that lose
     an instance. Of models that cannot all have an instance, those whose ``turn`` is the lowest have one.
     """
-    claims = {Claim.of(count.deployment) for count in counts}
+    claims = [Claim.of(count.deployment) for count in counts]
     exceeded, shortages = [], []
     for bound in bounds(index.shapes, claims):
-        sharing = [(count, bound.slots_of.get(Claim.of(count.deployment), 0)) for count in counts]
+        sharing = [(count, bound.slots_of.get(claim, 0)) for count, claim in zip(counts, claims, strict=True)]
         useful = sum(count.wanted * slots for count, slots in sharing) - bound.capacity
         if useful <= 0:
             continue
