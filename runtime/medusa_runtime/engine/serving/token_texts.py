@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from collections.abc import Callable, Iterable, Sequence
 
 _REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not a whole character
 _SPACE = "\u2581"  # how SentencePiece writes a space; decoders drop it at the beginning of a text
@@ -17,11 +13,16 @@ BEFORE_TOKENS = 4  # how many tokens before another one its text may depend on: 
 class TokenTexts:
     """The texts of a tokenizer's tokens, as vLLM gives them.
 
-    A token that ends inside a character has no text. The token that completes the character has all of it.
+    A token that ends inside a character has no text. The token that completes the character has all of it. ``pieces``
+    and ``decode_each`` are the tokenizer's methods.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        pieces: Callable[[list[int]], list[str | None]],
+        decode_each: Callable[[list[list[int]]], list[str]],
+    ) -> None:
+        self._pieces, self._decode_each = pieces, decode_each
         self._found: dict[int, str] = {}
 
     def of(self, token_ids: Iterable[int]) -> dict[int, str]:
@@ -29,8 +30,8 @@ class TokenTexts:
         wanted = set(token_ids)
         missing = sorted(token for token in wanted if token not in self._found)
         if missing:
-            pieces = self._tokenizer.pieces(missing)
-            texts = self._tokenizer.decode_each([[token] for token in missing])
+            pieces = self._pieces(missing)
+            texts = self._decode_each([[token] for token in missing])
             self._found.update(zip(missing, map(_whole, pieces, texts), strict=True))
         return {token: self._found[token] for token in wanted}
 
@@ -50,7 +51,7 @@ class TokenTexts:
         complete: list[tuple[Pair, int, str]] = []  # with the count of tokens before, and the text with theirs
         for count in range(1, BEFORE_TOKENS + 1):
             left = [pair for pair in left if len(pair[0]) >= count]
-            wholes = self._tokenizer.decode_each([[*before[-count:], token] for before, token in left])
+            wholes = self._decode_each([[*before[-count:], token] for before, token in left])
             inside = []
             for pair, whole in zip(left, wholes, strict=True):
                 if whole.endswith(_REPLACEMENT):
@@ -58,7 +59,7 @@ class TokenTexts:
                 else:
                     complete.append((pair, count, whole))
             left = inside
-        starts = self._tokenizer.decode_each([self._without_textless(pair[0][-count:]) for pair, count, _ in complete])
+        starts = self._decode_each([self._without_textless(pair[0][-count:]) for pair, count, _ in complete])
         for (pair, _, whole), start in zip(complete, starts, strict=True):
             found[pair] = whole[_common_length(start, whole) :]
         return found

@@ -42,7 +42,7 @@ class Tokenizer:
         self._data = data
         self._timeline = timeline
         self._tokenizer: Any = None
-        self.texts = TokenTexts(self)
+        self.texts = TokenTexts(self.pieces, self.decode_each)
         self._longest_piece: int | None = None
         self._long_text = threading.Lock()
         self._error: MedusaError | None = None
