@@ -125,7 +125,18 @@ class Cluster:
             if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
                 ended = "ended" if instance.state == "draining" else "is gone"
                 self.state.forget_instance(instance, "instance-ended", f"{instance.id} {ended}")
-        self.state.publish()
+        self._publish_changes(node)
+
+    def _publish_changes(self, node: KnownNode) -> None:
+        """Update the routes, unless a node's status is in them already: most say nothing that is new to gateways."""
+        routed = [
+            (item.id, item.state, item.rank, item.loading, item.helping)
+            for item in self.state.instances.values()
+            if item.node == node.name
+        ]
+        if (found := (node.url, node.status.get("state"), routed)) != node.routed:
+            node.routed = found
+            self.state.publish()
 
     def _own_instances(self, node: KnownNode) -> dict[str, Mapping[str, Any]]:
         """Return the instances in a node's status by id, without those of other nodes, after one event for these."""

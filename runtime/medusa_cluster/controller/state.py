@@ -9,7 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
 from ..deployment import Deployment
@@ -144,6 +145,15 @@ class State:
             node.reached = False  # it has no actor
             self.record_event("node-used", f"the node {name} is needed again", node=name)
         self.publish()
+
+    def copies(self) -> dict[str, list[Mapping[str, Any]]]:
+        """Return the copies of each model, at least in part, in the status of live nodes, by URL."""
+        found: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for node in self.nodes.values():
+            if node.lost_at is None:
+                for model in node.models():
+                    found[model["url"]].append(model)
+        return found
 
     def leaving(self) -> set[str]:
         """Return the nodes that get nothing new, because they drain, were given back, or are ending by themselves."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from ..deployment import Deployment
 from ..policy.state import Load
 from .models import Models
-from .nodes import KnownFetch, KnownNode
+from .nodes import KnownFetch, KnownInstance, KnownNode
 from .state import State
 
 _GATEWAY_SHOWN_S = 60.0
@@ -24,10 +25,21 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
     offset = now - now_s
     loads = state.loads.summed(state.gateways.values(), now_s, state.deployments)
     transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
+    copies: defaultdict[str, list[str]] = defaultdict(list)  # URL → nodes that have the whole model
+    for node in state.nodes.values():
+        for copy in node.models() if node.lost_at is None else ():
+            if copy["state"] == "done":
+                copies[copy["url"]].append(node.name)
+    instances: defaultdict[str, list[KnownInstance]] = defaultdict(list)  # by model
+    for instance in state.instances.values():
+        instances[instance.model].append(instance)
     return {
         "at": now,
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
-        "models": [_model(state, models, item, loads.get(name)) for name, item in sorted(state.deployments.items())],
+        "models": [
+            _model(models, item, loads.get(name), copies[item.url], instances[name])
+            for name, item in sorted(state.deployments.items())
+        ],
         "transfers": transfers,
         "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
         "gateways": [
@@ -74,20 +86,16 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
     }
 
 
-def _model(state: State, models: Models, item: Deployment, load: Load | None) -> dict[str, Any]:
-    instances = [instance for instance in state.instances.values() if instance.model == item.name]
+def _model(
+    models: Models, item: Deployment, load: Load | None, copies: list[str], instances: list[KnownInstance]
+) -> dict[str, Any]:
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
-    alive = [node for node in state.nodes.values() if node.lost_at is None]
     return item.to_json() | {
         "instances": states.count("ready"),
         "starting": states.count("starting"),
         "wanted": len(states) - states.count("draining"),
-        "copies": [
-            node.name
-            for node in alive
-            if any(model["url"] == item.url and model["state"] == "done" for model in node.models())
-        ],
+        "copies": copies,
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
         "tokens_per_s": load.decoded_per_s if load else 0.0,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from .nodes import KnownNode
-
 _KEPT = 8
 
 
@@ -35,15 +33,9 @@ class Versions:
             del self._seen[url]
         return new
 
-    def current(self, url: str, nodes: Iterable[KnownNode]) -> str:
-        """Return the newest version that a live node has at least in part, or an empty string."""
-        there = {
-            str(model.get("version", ""))
-            for node in nodes
-            if node.lost_at is None
-            for model in node.models()
-            if model["url"] == url
-        }
+    def current(self, url: str, copies: Iterable[Mapping[str, Any]]) -> str:
+        """Return the newest version among a model's copies, or an empty string."""
+        there = {str(copy.get("version", "")) for copy in copies}
         return next((version for version in reversed(self._seen.get(url, ())) if version in there), "")
 
     def to_json(self) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..deployment import DEVICES, GPU_GROUP_ENGINES, Deployment
 from ..policy import state as policy
@@ -30,6 +31,7 @@ def policy_state(
         decided.setdefault(fetch.node, []).append(fetch)
     leaving = state.leaving()
     alive = [node for node in state.nodes.values() if node.lost_at is None]
+    copies = state.copies()
     processors = {device: {node.processor(device) for node in alive} for device in DEVICES}
     return policy.ClusterState(
         nodes={
@@ -45,7 +47,7 @@ def policy_state(
             if node.status
         },
         deployments={
-            name: _policy_deployment(item, state, models, live, alive, processors[item.device])
+            name: _policy_deployment(item, state, models, live, copies.get(item.url, ()), processors[item.device])
             for name, item in state.deployments.items()
         },
         loads=_with_kv_use(loads, state.instances.values()),
@@ -164,16 +166,16 @@ def _policy_deployment(
     state: State,
     models: Models,
     live: Live,
-    alive: Collection[KnownNode],
+    copies: Collection[Mapping[str, Any]],
     processors: Collection[policy.Processor],
 ) -> policy.Deployment:
-    sizes = [int(model["total_bytes"]) for node in alive for model in node.models() if model["url"] == item.url]
+    sizes = [int(copy["total_bytes"]) for copy in copies]
     return policy.Deployment(
         name=item.name,
         url=item.url,
         engine=item.engine,
         size_bytes=max(sizes, default=0) or models.size_bytes(item.url),
-        version=state.versions.current(item.url, alive),
+        version=state.versions.current(item.url, copies),
         min=item.min,
         max=item.max,
         ttft_slo_s=item.ttft_slo_s or math.inf,

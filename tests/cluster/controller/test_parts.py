@@ -10,6 +10,7 @@ import pytest
 from medusa_cluster.controller.nodes import Gateway, KnownNode
 from medusa_cluster.controller.plan_file import ClusterPlan, read_plan, write_plan
 from medusa_cluster.controller.reports import Loads
+from medusa_cluster.controller.state import State
 from medusa_cluster.controller.status import chains
 from medusa_cluster.controller.versions import Versions
 from medusa_cluster.deployment import Deployment
@@ -83,23 +84,29 @@ def test_loads_are_summed_and_die_with_their_gateway() -> None:
     assert loads.summed([], 20.0, ("n",)) == {}
 
 
-def _node(version: str, lost: bool = False) -> KnownNode:
-    model = {"url": "u", "version": version}
-    return KnownNode("n", {"models": [model]}, lost_at=1.0 if lost else None)
+def _copy(version: str) -> dict[str, str]:
+    return {"url": "u", "version": version}
 
 
 def test_the_version_that_appeared_last_is_the_current_one() -> None:
     versions = Versions({})
-    assert versions.current("u", [_node("1")]) == ""
-    assert versions.see(_node("1").models(), {"u"})
-    assert not versions.see(_node("1").models(), {"u"})
-    assert versions.see(_node("2").models(), {"u"})
-    assert versions.current("u", [_node("1"), _node("2")]) == "2"
-    versions.see(_node("1").models(), {"u"})  # it comes back with what it had
-    assert Versions(versions.to_json()).current("u", [_node("1"), _node("2")]) == "2"
-    assert versions.current("u", [_node("1"), _node("2", lost=True)]) == "1"
+    assert versions.current("u", [_copy("1")]) == ""
+    assert versions.see([_copy("1")], {"u"})
+    assert not versions.see([_copy("1")], {"u"})
+    assert versions.see([_copy("2")], {"u"})
+    assert versions.current("u", [_copy("1"), _copy("2")]) == "2"
+    versions.see([_copy("1")], {"u"})  # it comes back with what it had
+    assert Versions(versions.to_json()).current("u", [_copy("1"), _copy("2")]) == "2"
+    assert versions.current("u", [_copy("1")]) == "1"
     versions.see([], set())
     assert versions.to_json() == {}
+
+
+def test_copies_of_lost_nodes_do_not_count() -> None:
+    state = State(ClusterPlan())
+    for name, lost_at in (("a", None), ("b", 1.0), ("c", None)):
+        state.nodes[name] = KnownNode(name, {"models": [_copy(name), {"url": f"u{name}"}]}, lost_at=lost_at)
+    assert state.copies() == {"u": [_copy("a"), _copy("c")], "ua": [{"url": "ua"}], "uc": [{"url": "uc"}]}
 
 
 def test_hops_are_joined_into_chains() -> None:
