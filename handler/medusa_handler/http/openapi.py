@@ -130,7 +130,7 @@ _ITEM = {
         _item({"type": {"const": "function_call_output"}, "call_id": _CALL_ID, "output": _CONTENT}),
     ]
 }
-_RESPONSE = {
+_RESPONSE: dict[str, Any] = {
     "type": "object",
     "required": ["input"],
     "properties": {
@@ -151,6 +151,13 @@ _RESPONSE = {
         ),
     },
     "additionalProperties": False,
+}
+_INPUT_TOKENS = _RESPONSE | {
+    "properties": {
+        name: schema
+        for name, schema in _RESPONSE["properties"].items()
+        if name in ("input", "instructions", "model", "tools", "tool_choice", "text", "reasoning", "truncation", "user")
+    }
 }
 _TEXT = _INPUT = {"type": "string", "minLength": 1}
 
@@ -200,6 +207,7 @@ _SUMMARIES = {
     "/v1/completions": "A completion",
     "/v1/chat/completions": "A chat",
     "/v1/responses": "A response",
+    "/v1/responses/input_tokens": "How many tokens the prompt of a response has",
     "/v1/embeddings": "Vectors",
     "/classify": "The labels of texts",
     **dict.fromkeys(_SCORES, "How well texts fit"),
@@ -243,7 +251,7 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     labels = {"/classify": _pooled({"input": _inputs(vocab_size)})} | _fits()
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
     if not service.can_relay:
-        writes["/v1/responses"] = _RESPONSE
+        writes |= {"/v1/responses": _RESPONSE, "/v1/responses/input_tokens": _INPUT_TOKENS}
     if info is None:
         return writes | embeds
     return {"encoder": embeds, "classifier": labels}.get(info.architecture, writes)

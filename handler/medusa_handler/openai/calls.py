@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flask import g, request
+from flask import g, jsonify, request
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import ContextLengthError, RequestError, json_excerpt
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ..model.chat_template import ChatTemplate
     from ..service import Service
+    from .responses.request import ResponsesRequest
     from .tools.choice import Tools
     from .tools.formats import Format, ToolParser
 
@@ -140,7 +141,6 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     from .responses.answer import ResponsePlan
     from .responses.output import Output
     from .responses.request import ResponsesRequest
-    from .responses.truncation import truncate
 
     asked = ResponsesRequest.parse(body)
     model = check_model(service, body)
@@ -150,19 +150,7 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     params = parameters.sampling(body, defaults, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
     _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
     special = parameters.flag(body, "add_special_tokens", False)
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        try:
-            return template.render(messages, asked.template_arguments, is_disconnected)
-        except (ApiError, ContextLengthError) as error:
-            error.param = "input" if error.param == "messages" else error.param
-            raise
-
-    messages = asked.messages
-    if asked.truncates:
-        limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
-        messages = truncate(messages, lambda kept: _fits(service, partial(render, kept), special, limit))
-    prompt = render(messages)
+    prompt = _response_prompt(service, asked, template, special, is_disconnected)
     effort = asked.template_arguments.get("reasoning_effort")
     answered = _Asked(body, tools, asked.constraint, effort, "reasoning.effort")
     parser, reasoning, constraint = _answer_format(service, template, prompt, answered, is_disconnected)
@@ -184,6 +172,45 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     names = {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
     plan = ResponsePlan(requests[0], head, output, asked.streams, names | _field_names(constraint), reasoning)
     return respond(service, plan, is_disconnected)
+
+
+def count_input_tokens(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer how many tokens the prompt of a request of the Responses API would have."""
+    from .responses.request import ResponsesRequest
+
+    fields.check_fields(body, fields.INPUT_TOKENS, fields.REFUSED_FOR_RESPONSES)
+    asked = ResponsesRequest.parse(body)
+    check_model(service, body)
+    special = parameters.flag(body, "add_special_tokens", False)
+    template = service.model.chat_template(is_disconnected)
+    prompt = _response_prompt(service, asked, template, special, is_disconnected)
+    assert service.engine is not None
+    counted = len(service.engine.tokenize(prompt, special))
+    return jsonify({"object": "response.input_tokens", "input_tokens": counted})
+
+
+def _response_prompt(
+    service: Service,
+    asked: ResponsesRequest,
+    template: ChatTemplate,
+    special: bool,
+    is_disconnected: Callable[[], bool],
+) -> str:
+    """Return the prompt of a request of the Responses API, without the turns that ``truncation`` leaves out."""
+    from .responses.truncation import truncate
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return template.render(messages, asked.template_arguments, is_disconnected)
+        except (ApiError, ContextLengthError) as error:
+            error.param = "input" if error.param == "messages" else error.param
+            raise
+
+    messages = asked.messages
+    if asked.truncates:
+        limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
+        messages = truncate(messages, lambda kept: _fits(service, partial(render, kept), special, limit))
+    return render(messages)
 
 
 def _fits(service: Service, render: Callable[[], str], special: bool, limit: int) -> bool:

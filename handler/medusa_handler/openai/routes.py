@@ -68,6 +68,7 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
         _add_models(routes, service)
     if not service.can_relay:
         add("/v1/responses", lambda body, is_disconnected: _calls().create_response(service, body, is_disconnected))
+        add("/v1/responses/input_tokens", lambda body, left: _calls().count_input_tokens(service, body, left))
         add("/v1/load_lora_adapter", lambda body, is_disconnected: load_adapter(service, body, is_disconnected))
         add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
     if service.can_relay:

@@ -21,7 +21,7 @@ _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much
 SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 OTHER_ROUTES = frozenset(
     {
-        "/v1/messages",
+        "/v1/messages", "/v1/responses/input_tokens",
         "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }

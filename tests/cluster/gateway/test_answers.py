@@ -53,6 +53,7 @@ def test_answers_are_those_of_the_instance(shared: GatewayProcess, served: tuple
             "model": NAME, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "seed": 1,
         },
         "/tokenize": {"model": NAME, "prompt": PROMPT},
+        "/v1/responses/input_tokens": {"model": NAME, "input": PROMPT},
         "/detokenize": {"model": NAME, "tokens": [5, 6, 7]},
     }  # fmt: skip
     for path, request in asked.items():

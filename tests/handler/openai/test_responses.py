@@ -315,6 +315,19 @@ def test_old_turns_are_left_out_on_request(served: Any) -> None:
     assert served.prompts() == ["'<user>the last question<assistant>'"]
 
 
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer(served: Any) -> None:
+    body = {"input": "a question ?", "instructions": "Be kind."}
+    status, counted, _ = served.request("POST", "/v1/responses/input_tokens", body)
+    assert status == 200
+    assert counted == {"object": "response.input_tokens", "input_tokens": respond(served, **body).usage.input_tokens}  # type: ignore[union-attr]
+    status, answer, _ = served.request("POST", "/v1/responses/input_tokens", body | {"temperature": 1})
+    assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
+    status, answer, _ = served.request("POST", "/v1/responses/input_tokens", {"input": 3})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    status, answer, _ = served.request("POST", "/v1/responses/input_tokens", {"input": "a", "model": "other"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
 def test_what_asks_for_nothing_is_accepted(served: Any) -> None:
     found = respond(
         served, input="a", max_output_tokens=1, store=True, background=False, previous_response_id=None, n=1,

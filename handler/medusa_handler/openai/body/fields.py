@@ -40,6 +40,10 @@ RESPONSES = (_SAMPLING - _names("n max_tokens logprobs prompt_logprobs response_
     "input instructions tools tool_choice parallel_tool_calls text reasoning max_output_tokens top_logprobs include "
     "truncation max_tool_calls chat_template_kwargs include_reasoning"
 )
+INPUT_TOKENS = _names(
+    "model input instructions tools tool_choice parallel_tool_calls text reasoning truncation chat_template_kwargs "
+    "add_special_tokens"
+)
 REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
 EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
