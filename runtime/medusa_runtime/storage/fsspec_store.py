@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import (
+    ConfigError,
     ForbiddenError,
     MedusaError,
     MissingPackageError,
@@ -54,6 +55,8 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.retries = RetryPolicy()
+        if scheme_of(url) == "hf" and not all(url.removeprefix("hf://").partition("/")[::2]):
+            raise ConfigError(f"{url} cannot be used: expected hf://org/name, found no organization or no name")
         try:
             import fsspec
 

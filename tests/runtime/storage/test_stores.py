@@ -205,6 +205,12 @@ def test_an_unknown_scheme_lists_the_known_ones() -> None:
     assert "password" not in str(it.value)
 
 
+@pytest.mark.parametrize("url", ["hf://gpt2", "hf://org/", "hf://"])
+def test_a_model_of_the_hub_has_an_organization(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{url} cannot be used: expected hf://org/name"):
+        open_store(url)
+
+
 @pytest.mark.parametrize(("url", "extra"), [("gs://b/p", "gcs"), ("az://c/p", "azure"), ("memory://p", "fsspec")])
 def test_a_missing_package_names_the_command(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
