@@ -12,7 +12,7 @@ import numpy
 import openai
 import pytest
 from medusa_adapters.platforms import kserve
-from medusa_adapters.platforms.base import resolve
+from medusa_adapters.platforms.base import ADAPTERS, resolve
 from medusa_adapters.platforms.inference_protocols import InferenceProtocols
 from medusa_handler.contract import Request
 
@@ -45,8 +45,10 @@ def test_it_is_recognized_and_finds_what_kserve_has_fetched(tmp_path: Path, monk
     monkeypatch.setattr(kserve, "MODELS", str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert kserve.variables({}) == {"MEDUSA_MODEL": str(tmp_path)}
-    if not Path("/mnt/models").exists():
-        assert resolve("auto", {"K_SERVICE": "iris-predictor"}) == "knative"
+    assert ADAPTERS["kserve"].folder == "/mnt/models"
+    for folder, name in ((tmp_path, "kserve"), (tmp_path / "none", "knative")):
+        monkeypatch.setitem(ADAPTERS, "kserve", ADAPTERS["kserve"]._replace(folder=str(folder)))
+        assert resolve("auto", {"K_SERVICE": "iris-predictor"}) == name
 
 
 def test_instances_are_the_body_and_the_result_is_the_predictions(function: Any) -> None:
