@@ -13,7 +13,7 @@ from medusa_cluster.policy.state import Deployment, Instance, Load, Measured, Pr
 from medusa_cluster.policy.turns import TURN_S, turn
 from medusa_runtime.state.stage_times import StageTimes
 
-TICK_S = 0.1
+TICK_S = 0.5
 
 
 @dataclass
