@@ -93,7 +93,7 @@ test-aarch64-machine: setup-dev ## Test snapshots on an emulated aarch64 machine
 	PYTHON=$(BIN)/python .ci/aarch64-machine out/aarch64-machine "python3 -m pytest tests/snapshot -q --color no -p no:cacheprovider"
 
 test-root: setup-dev ## Run the tests that need root, which others skip
-	$(PYTEST) -m "root and not slow and not cluster"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "root and not slow and not cluster"
 
 test-slow: setup-dev ## Run the tests that take longer
 	$(PYTEST) -m slow
@@ -175,7 +175,7 @@ audit: image ## List what the images hold (out/sbom-*.json) and look for known v
 	  out/audit/bin/python images/audit.py --osv-url $(OSV) out/requirements-$$variant.txt || exit 1; done
 
 test-containers: setup-dev ## Build the slim image and a function on it, and run them confined
-	$(PYTEST) -m containers tests/containers
+	$(PYTEST) -m containers tests/containers tests/images tests/adapters/cli/test_build.py
 
 test-sagemaker: setup-dev ## Serve the slim image through the SageMaker SDK's local mode
 	$(PYTHON) -m venv out/sagemaker

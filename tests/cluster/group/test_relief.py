@@ -51,7 +51,7 @@ def stats(made: Group) -> dict[str, Any]:
 def test_tokens_are_those_of_one_engine_whatever_it_has_loaded(
     params: dict[str, Any], gpu: Any, slow: SlowRegion, three: Callable[..., Group], serve: Any
 ) -> None:
-    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[:30]
+    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[:15]
     expected = [alone.ask(prompt, max_tokens=6, **params).tokens for prompt in prompts]
     made = three(gpu=gpu)
     loading: Any = made.workers[2].engine

@@ -6,9 +6,11 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_fixtures import write_checkpoint
 from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
@@ -128,14 +130,18 @@ def test_the_last_warm_engine_is_left_to_others_by_one_that_has_just_taken_one(
         assert as_user(user, take).startswith(said)
 
 
-def test_engines_and_their_caches_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
-    url = put_model("m")
+def test_engines_and_their_caches_are_limited(start_node: Start, origin: Any, tmp_path: Path) -> None:
+    for file in write_checkpoint(tmp_path).glob("*.*"):  # one that an engine serves until it is told to end
+        origin.put(f"/m/{file.name}", file.read_bytes())
+    url = f"{origin.url}/m"
     limits = "engines=1,memory=1GB"
     node = start_node("--allow", origin.url, "--prewarm", "torch=1", "--memory-budget", "4GB", "--per-caller", limits)
     node.wait_warm()
 
     def attack() -> str:
         timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)
+        listener.bind("")  # an address of the kernel's choice
+        listener.listen()
         found, ends = [], []
         for settings in ({"kv_cache_mb": 5000}, {"kv_cache_mb": "many"}, {"kv_cache_mb": 64}, {}):
             client = NodeClient(node.socket)
