@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, CorruptError, MismatchError, json_excerpt
 from ..storage.base import scheme_of
+from .index import TensorEntry
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -38,6 +39,9 @@ _REFUSED = {
 # With PEFT's other values, the base model's weights were changed when the training began.
 _INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal")
 _MOST_PATTERNS = 10_000
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,54 @@ class AdapterConfig:
         """Return the factor for the product of a module's matrices."""
         rank = self.rank_of(module)
         return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def adapted_modules(config: AdapterConfig, tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Return the modules that an adapter has matrices for.
+
+    Raises MismatchError for a tensor of any other kind, and for a target of the config without matrices.
+    """
+    modules: dict[str, None] = {}
+    for name in tensors:
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
+            raise MismatchError(
+                f"expected tensors such as {_PREFIX}model.layers.0.self_attn.q_proj{_A}, found {name[:200]!a}"
+            )
+        modules[name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)] = None
+    if not modules:
+        raise MismatchError("expected matrices for at least one layer, found none")
+    for target in config.targets:
+        if not any(module == target or module.endswith(f".{target}") for module in modules):
+            raise MismatchError(
+                f"{ADAPTER_CONFIG}: target_modules names {target[:200]!a}, and expected matrices for it; the weights "
+                "have none"
+            )
+    return list(modules)
+
+
+def matrix_names(module: str) -> tuple[str, str]:
+    """Return the names of a module's matrices: A [rank, in_features] and B [out_features, rank]."""
+    return f"{_PREFIX}{module}{_A}", f"{_PREFIX}{module}{_B}"
+
+
+def matrix(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, int]) -> TensorEntry:
+    """Return the matrix of this name. Raises MismatchError if it is missing, or has another shape or no floats."""
+    entry = tensors.get(name)
+    if entry is None:
+        raise MismatchError(f"expected {name} beside its other matrix, found none")
+    if entry.dtype not in _FLOATS:
+        raise MismatchError(f"{name}: expected one of {', '.join(_FLOATS)}, found {entry.dtype}")
+    if tuple(entry.shape) != shape:
+        raise MismatchError(f"{name}: expected {list(shape)}, found {list(entry.shape)}")
+    return entry
+
+
+def check_matrices(config: AdapterConfig, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise MismatchError for matrices that fit no model. Those that do may still not fit the adapter's own."""
+    for module in adapted_modules(config, tensors):
+        rank, (a, b) = config.rank_of(module), matrix_names(module)
+        matrix(tensors, a, (rank, tensors[a].shape[-1] if a in tensors and tensors[a].shape else 0))
+        matrix(tensors, b, (tensors[b].shape[0] if b in tensors and tensors[b].shape else 0, rank))
 
 
 def adapter_urls(url: str) -> tuple[str, ...]:
@@ -170,4 +222,13 @@ def _wrong(name: str, expected: str, found: Any) -> CorruptError:
     return CorruptError(f"{ADAPTER_CONFIG}: {name}: expected {expected}, found {json_excerpt(found)}")
 
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_FILES", "AdapterConfig", "adapter_urls"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_FILES",
+    "AdapterConfig",
+    "adapted_modules",
+    "adapter_urls",
+    "check_matrices",
+    "matrix",
+    "matrix_names",
+]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from adapter_fixtures import write_adapter
 from fork_server import MEDUSA_MAIN, ForkServer
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.origin import Origin, Variant
 
@@ -88,6 +88,18 @@ def test_inspect_says_what_an_adapter_is(tmp_path: Path, medusa: Medusa) -> None
     assert "materialize" not in text  # an adapter has no state bundle
     found = json.loads(medusa("inspect", write_adapter(tmp_path / "dora", example, use_dora=True), "--json").stdout)
     assert "expected no use_dora (DoRA), found true" in found["backend"]["problem"]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    a, b = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{kind}.weight" for kind in "AB")
+    for name, (without, changed), said in (
+        ("half", (b, {}), f"expected {b} beside its other matrix, found none"),
+        ("rank", (a, {a: tensors[a][:4].copy()}), f"{a}: expected [6, 256], found [4, 256]"),
+        ("other", (a, {"model.norm.weight": tensors[a]}), "found 'model.norm.weight'"),
+    ):
+        wrong = write_adapter(tmp_path / name, example, rank=6, targets=("q_proj", "v_proj"))
+        kept = {key: value for key, value in tensors.items() if key != without}
+        save_file(kept | changed, wrong / "adapter_model.safetensors")
+        assert said in json.loads(medusa("inspect", wrong, "--json").stdout)["backend"]["problem"]
+    assert "runs     beside" in medusa("inspect", tmp_path / "other", "--engine", "vllm").stdout  # it has more kinds
     refused = medusa("serve", "--model", adapter, "--port", "0")
     assert refused.returncode != 0
     assert f"expected --model {example} --lora-modules NAME=URL" in refused.stderr

@@ -9,7 +9,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
+from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig, check_matrices
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError, StateError, short_repr
@@ -101,7 +101,9 @@ def _backend(checkpoint: Checkpoint, settings: Settings, *, chosen: bool) -> dic
     """Report what would serve the checkpoint, or why nothing would."""
     if ADAPTER_CONFIG in checkpoint.files:
         try:
-            AdapterConfig.read(checkpoint.files[ADAPTER_CONFIG])
+            adapter = AdapterConfig.read(checkpoint.files[ADAPTER_CONFIG])
+            if settings.engine != "vllm":  # which has adapters of more kinds
+                check_matrices(adapter, checkpoint.index.tensors)
         except MedusaError as error:
             return {"problem": f"{error} [{error.code}]"}
         return {"kind": "adapter", "architecture": "", "text": "beside its base model: --lora-modules NAME=URL"}

@@ -8,17 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
+from ...checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig, adapted_modules, matrix, matrix_names
 from ...errors import MismatchError
 from ...load.views import DTYPES, Views
 from ...models.base import DecoderModel
 from ...models.layers.linear import Linear
 from ...models.layers.lora import Pair
 from ...region.reader import Region
-
-_PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-_FLOATS = ("F32", "F16", "BF16")
 
 
 class AdapterWeights(NamedTuple):
@@ -48,26 +44,19 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
             f"expected a model that runs with the engine's own attention, found {model.config.architecture}, whose "
             "steps are taken apart; merge the adapter into the base model instead"
         )
-    found = {name: _layer(model, name) for name in _modules(index.tensors)}
-    _check_targets(config, list(found))
+    found = {name: _layer(model, name) for name in adapted_modules(config, index.tensors)}
     views = Views(region)
     # Training rewrites an adapter's file, and a mapped file that is truncated kills the process (SIGBUS).
     copies = any(shard.path is not None for shard in index.shards)
 
-    def matrix(name: str, expected: tuple[int, int]) -> Tensor:
-        entry = index.tensors.get(name)
-        if entry is None:
-            raise MismatchError(f"expected {name} beside its other matrix, found none")
-        if entry.dtype not in _FLOATS:
-            raise MismatchError(f"{name}: expected one of {', '.join(_FLOATS)}, found {entry.dtype}")
-        if tuple(entry.shape) != expected:
-            raise MismatchError(f"{name}: expected {list(expected)}, found {list(entry.shape)}")
+    def value(name: str, shape: tuple[int, int]) -> Tensor:
+        entry = matrix(index.tensors, name, shape)
         region.wait_tensor(name)
-        value = views.tensor(name, entry)
-        if not bool(torch.isfinite(value).all()):
+        numbers = views.tensor(name, entry)
+        if not bool(torch.isfinite(numbers).all()):
             raise MismatchError(f"{name}: expected finite numbers, found infinity or NaN")
-        assert DTYPES[entry.dtype] is value.dtype
-        return value
+        assert DTYPES[entry.dtype] is numbers.dtype
+        return numbers
 
     pairs: dict[str, Pair] = {}
     for module, name, layer in found.values():
@@ -75,28 +64,12 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
         if rank > most_rank:
             raise MismatchError(f"{module}: expected a rank of at most {most_rank} (--max-lora-rank), found {rank}")
         out_features, in_features = layer.weight.shape
-        a = matrix(f"{_PREFIX}{module}{_A}", (rank, in_features))
-        b = matrix(f"{_PREFIX}{module}{_B}", (out_features, rank))
+        names = matrix_names(module)
+        a, b = value(names[0], (rank, in_features)), value(names[1], (out_features, rank))
         pairs[name] = Pair((a.float() * config.scale_of(module)).to(dtype), b.to(dtype, copy=copies))
     _join_a_matrices(model, pairs)
     size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
     return AdapterWeights(pairs, {name: layer for _, name, layer in found.values()}, size_bytes)
-
-
-def _modules(names: object) -> Iterator[str]:
-    """Yield the modules that an adapter has matrices for. Raises MismatchError for a tensor of any other kind."""
-    assert isinstance(names, dict)
-    modules: dict[str, None] = {}
-    for name in names:
-        module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
-        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
-            raise MismatchError(
-                f"expected tensors such as {_PREFIX}model.layers.0.self_attn.q_proj{_A}, found {name[:200]!a}"
-            )
-        modules[module] = None
-    if not modules:
-        raise MismatchError("expected matrices for at least one layer, found none")
-    yield from modules
 
 
 def _layer(model: DecoderModel, module: str) -> _AdaptedModule:
@@ -123,16 +96,6 @@ def adaptable(model: DecoderModel) -> Iterator[str]:
         parts = name.split(".")
         if isinstance(layer, Linear) and any(part.isdigit() for part in parts) and "experts" not in parts:
             yield name
-
-
-def _check_targets(config: AdapterConfig, modules: list[str]) -> None:
-    """Raise MismatchError where the config names a target that the file has no matrices for."""
-    for target in config.targets:
-        if not any(module == target or module.endswith(f".{target}") for module in modules):
-            raise MismatchError(
-                f"{ADAPTER_CONFIG}: target_modules names {target[:200]!a}, and expected matrices for it; the weights "
-                "have none"
-            )
 
 
 def _join_a_matrices(model: DecoderModel, pairs: dict[str, Pair]) -> None:
