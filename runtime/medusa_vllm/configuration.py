@@ -134,9 +134,10 @@ def _executor(settings: Settings) -> Any:
     if settings.tensor_parallel > 1:
         if not current_platform.is_cpu():
             return "mp"
-        from .cpu.ranks import RanksExecutor, share_cpus
+        from .cpu.ranks import RanksExecutor
+        from .cpu.shares import VARIABLE, cpu_shares
 
-        share_cpus(settings)
+        os.environ.setdefault(VARIABLE, cpu_shares(settings))
         return RanksExecutor
     from .executor import OneProcessExecutor
 

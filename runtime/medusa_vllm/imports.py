@@ -20,6 +20,7 @@ from medusa_runtime.region.reader import Region
 from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
 from .lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
+from .plugin import name_plugin, register
 from .version import check_version, is_for_gpus, is_tested
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the command line configures logging
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_PLUGINS": "medusa",  # other plugins may import anything
     **MEDIA_ENVIRONMENT,
     "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",
@@ -107,8 +107,6 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         with avoid_cache_folder(), keep_log_levels():
             import_those_there(_GPU_LATE_MODULES)
     _register_kernels()
-    from .plugin import register
-
     register()
     if settings.compile == "always" or region is None:
         from .compiled.imports import import_compiled
@@ -127,9 +125,10 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
 
 def set_variables() -> None:
-    """Set the variables that vLLM reads, except those that a user has set."""
+    """Set the variables that vLLM reads, except those that a user has set, which only get this plugin's name."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    name_plugin(os.environ)
     renew_offline_mode()
     if not is_for_gpus():
         return

@@ -131,4 +131,10 @@ class _Placeholders(MetaPathFinder, Loader):
             setattr(module, name, type(name, (), {"__module__": module.__name__}))
 
 
-__all__ = ["import_real_modules", "import_those_there", "lean_imports", "without_torch_compile"]
+__all__ = [
+    "avoid_cache_folder",
+    "import_real_modules",
+    "import_those_there",
+    "lean_imports",
+    "without_torch_compile",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 
 logger = logging.getLogger(__name__)
 
@@ -10,6 +11,19 @@ _registered = False
 
 LOAD_FORMAT = "medusa"
 ANY_VERSION_FORMAT = "medusa-tensors"
+GROUP = "vllm.general_plugins"  # the entry points that vLLM calls
+PLUGINS = "VLLM_PLUGINS"  # the names of those that it may call
+_NAME = "medusa"
+
+
+def name_plugin(environment: MutableMapping[str, str]) -> None:
+    """Have vLLM's processes call this plugin, too, where a user names the plugins to call. None else is by default.
+
+    Others may import anything.
+    """
+    named = environment.get(PLUGINS)
+    if _NAME not in (named or "").split(","):
+        environment[PLUGINS] = f"{named},{_NAME}" if named else _NAME
 
 
 def register() -> None:

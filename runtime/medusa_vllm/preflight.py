@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import ReadFile, read_object
 from medusa_runtime.models.transformers.catalog import file_of, installed
 
+from .plugin import GROUP, PLUGINS
 from .version import installed_version
 from .weights.completeness import check_scales, method_of
 
 _MODELS = "model_executor/models/registry.py"
+_KNOWN = ("medusa_vllm.", "vllm.")  # where plugins are that bring no architectures
 _METHODS = "model_executor/layers/quantization/__init__.py"
 
 
@@ -44,9 +48,21 @@ def _look_up(config: Mapping[str, Any], package: Path) -> None:
     if not _names(package / _MODELS, architecture) and not config.get("auto_map"):
         folder = installed()  # vLLM runs some models by transformers' code
         if folder is None or file_of(architecture, str(config.get("model_type", "")), folder) is None:
-            raise ModelError(f"vLLM {installed_version()} does not know the architecture {architecture[:100]}")
+            _look_at_plugins(f"vLLM {installed_version()} does not know the architecture {architecture[:100]}")
     if method is not None and not _names(package / _METHODS, method):
-        raise ModelError(f"vLLM {installed_version()} does not know the quant_method {short_repr(method)}")
+        _look_at_plugins(f"vLLM {installed_version()} does not know the quant_method {short_repr(method)}")
+
+
+def _look_at_plugins(problem: str) -> None:
+    """Raise ModelError with this problem, unless a plugin of vLLM will be called, which may know what vLLM does not."""
+    named = os.environ.get(PLUGINS, "").split(",")
+    others = [one for one in importlib.metadata.entry_points(group=GROUP) if not one.value.startswith(_KNOWN)]
+    if any(one.name in named for one in others):
+        return
+    if others:
+        names = ", ".join(sorted({one.name for one in others}))
+        problem += f"; a plugin may, which is only called where {PLUGINS} names it (installed: {names})"
+    raise ModelError(problem)
 
 
 def _names(file: Path, name: object) -> bool:

@@ -263,7 +263,7 @@ def test_an_engine_has_one_folder_and_a_late_mount_gets_none() -> None:
 
 _TEMPLATES = """
 import resource
-from medusa_vllm.serving.mounting import limit_templates
+from medusa_vllm.templates import limit_templates
 limit_templates()
 from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages

@@ -179,6 +179,18 @@ def test_vllm_has_the_variables_that_a_user_has_set_and_on_a_gpu_some_of_ours(
     assert os.environ["VLLM_PLUGINS"] == "medusa"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"), [("", "medusa"), ("mine,other", "mine,other,medusa"), ("medusa,mine", "medusa,mine")]
+)
+def test_plugins_that_a_user_names_are_called_beside_ours(
+    monkeypatch: pytest.MonkeyPatch, given: str, found: str
+) -> None:
+    """vLLM's processes know our loaders by our plugin alone."""
+    monkeypatch.setattr(os, "environ", {"VLLM_PLUGINS": given})
+    set_variables()
+    assert os.environ["VLLM_PLUGINS"] == found
+
+
 def resident_bytes(tensor: torch.Tensor) -> int:
     """The resident bytes of this tensor's own pages. Its mapping may be shared with its neighbours."""
     page = mmap.PAGESIZE

@@ -59,19 +59,19 @@ class CompatibleEngine:
         try:
             with timeline.stage("vllm_server"):
                 self._server.wait_ready()
-            model = json.loads(self._server.get("/v1/models")[1])["data"][0]
+            longest = _max_model_len(self._server)
         except BaseException:
             self.close()
             raise
-        text = config.get("text_config", config)
+        text = config.get("text_config") or config
         endings = SimpleNamespace(eos_token_id=text.get("eos_token_id", config.get("eos_token_id")))
         self.info = EngineInfo(
             "vllm",
             str(next(iter(config.get("architectures") or ["unknown"]))),
             int(text.get("vocab_size", config.get("vocab_size", 1 << 31))),
-            int(model["max_model_len"]),
+            longest,
             eos_token_ids(region, endings),
-            int(model["max_model_len"]) * settings.max_concurrency,
+            longest * settings.max_concurrency,
         )
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
         self._exchanges: dict[str, Exchange] = {}
@@ -211,6 +211,13 @@ _COMMON_PARAMS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "ignore_eos", "min_tokens", "logprobs", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
+
+
+def _max_model_len(server: VllmServer) -> int:
+    status, answer = server.get("/v1/models")
+    if status != OK:
+        raise EngineError(f"vLLM's own server does not show its models: {_failure(status, answer)}")
+    return int(json.loads(answer)["data"][0]["max_model_len"])
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,30 +23,17 @@ from medusa_runtime.process import die_with_parent, hang_up, terminate
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
+from ..cpu.shares import VARIABLE, cpu_shares
 from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, flag_words, names_media_domains
-from ..plugin import ANY_VERSION_FORMAT
+from ..plugin import ANY_VERSION_FORMAT, name_plugin
 from ..scratch import Guard
 from ..shared_memory import QUIET, remove_names
 from ..weights.attached import loader_config
+from . import launcher
 
 _RETRY_S = 0.1
 _END_S = 10.0
 _MB_PER_GIB = 1024
-# `vllm serve`. vLLM's own main needs a distribution named vllm, but builds for CPUs have another name.
-_MAIN = """
-import sys
-try:
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-except ImportError:
-    from vllm.entrypoints.cli.main import main
-    sys.exit(main())
-parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
-command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
-arguments = parser.parse_args()
-command.validate(arguments)
-command.cmd(arguments)
-"""
 
 
 class Exchange:
@@ -75,9 +63,10 @@ class VllmServer:
     ) -> None:
         self._socket = folder / "vllm.sock"
         extra = json.dumps(loader_config(region, timeline, settings))
-        command = [sys.executable, "-c", _MAIN, "serve", str(folder), "--uds", str(self._socket)]
+        command = [sys.executable, "-m", launcher.__name__, "serve", str(folder), "--uds", str(self._socket)]
         command += ["--load-format", ANY_VERSION_FORMAT, "--model-loader-extra-config", extra]
         command += ["--served-model-name", *names, "--max-num-seqs", str(settings.max_concurrency)]
+        command += ["--max-num-batched-tokens", str(max(settings.max_batched_tokens, settings.max_concurrency))]
         if settings.compile != "always":
             command.append("--enforce-eager")
         if settings.max_model_len is not None:
@@ -89,15 +78,19 @@ class VllmServer:
         flags = flag_words(settings)
         if not names_media_domains(flags):
             command += ["--allowed-media-domains", *MEDIA_DOMAINS]
-        environment = MEDIA_ENVIRONMENT | os.environ
+        self._key = secrets.token_hex(16)
+        environment = MEDIA_ENVIRONMENT | os.environ | {launcher.KEY: self._key}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
         environment["PYTHONWARNINGS"] = ",".join(filter(None, (environment.get("PYTHONWARNINGS"), QUIET)))
         environment["TMPDIR"] = str(folder)  # vLLM leaves files of torch's compiler there
+        name_plugin(environment)
         if settings.device == "cpu":
             environment.setdefault(
                 "VLLM_CPU_KVCACHE_SPACE", str(max((settings.kv_cache_mb or _MB_PER_GIB) // _MB_PER_GIB, 1))
             )
+            if settings.tensor_parallel > 1 or settings.threads:
+                environment.setdefault(VARIABLE, cpu_shares(settings))
         parent = os.getpid()
 
         def prepare() -> None:
@@ -154,7 +147,9 @@ class VllmServer:
         http_connection.sock = connection = self.connect()
         connection.settimeout(timeout_s)
         try:
-            headers = {"Connection": "close", "Content-Type": "application/json"}
+            headers = {
+                "Connection": "close", "Content-Type": "application/json", "Authorization": f"Bearer {self._key}",
+            }  # fmt: skip
             http_connection.request(method, path, None if body is None else json.dumps(body), headers)
             return Exchange(connection, http_connection.getresponse())
         except http.client.HTTPException as error:

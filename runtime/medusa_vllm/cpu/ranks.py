@@ -18,8 +18,6 @@ from multiprocessing import resource_tracker
 from unittest.mock import patch
 
 import torch
-from medusa_runtime.config import Settings
-from medusa_runtime.errors import ConfigError
 from medusa_runtime.process import die_with_parent
 from torch import distributed
 from vllm.distributed import parallel_state
@@ -62,15 +60,6 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         self._scratch.close()
 
 
-def share_cpus(settings: Settings) -> None:
-    """Give each rank its CPUs. Without this, vLLM requires a NUMA node for each."""
-    ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
-    if len(cpus) < ranks:
-        raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
-    shares = (",".join(map(str, cpus[rank::ranks])) for rank in range(ranks))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
-
-
 def become_rank() -> None:
     """Make this process a rank: it ends with the engine, drops the engine's connections, and takes its CPUs."""
     die_with_parent(os.getppid())
@@ -94,4 +83,4 @@ def drop_sockets() -> None:
     os.close(nothing)
 
 
-__all__ = ["RanksExecutor", "become_rank", "drop_sockets", "share_cpus"]
+__all__ = ["RanksExecutor", "become_rank", "drop_sockets"]

@@ -24,6 +24,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import keep_log_levels, server_is_imported
 from ..lean_imports import avoid_cache_folder, import_real_modules, without_torch_compile
+from ..templates import limit_templates
 from .lean_server import lean_server
 from .mounting import (
     cache_config_description,
@@ -32,7 +33,6 @@ from .mounting import (
     declare_no_processor,
     freeze_without_collection,
     front_configuration,
-    limit_templates,
     load_processors,
     notify_on_socket,
     reuse_configuration,

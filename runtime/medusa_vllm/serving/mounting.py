@@ -6,17 +6,13 @@ import copy
 import dataclasses
 import functools
 import gc
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from .replacement import patch_function
-
-if TYPE_CHECKING:
-    from medusa_runtime.bounded_template.renderer import TemplateRenderer
 
 _PROBE = "_detect_merge_inline_system"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -173,41 +169,6 @@ def freeze_without_collection() -> AbstractContextManager[None]:
     return patch_function("vllm.entrypoints.launchers.utils.server_utils", "freeze_gc_heap", lambda before: gc.freeze())
 
 
-def limit_templates() -> TemplateRenderer:
-    """Have vLLM and transformers render chat templates as ours are, within limits, from now on. Return what renders."""
-    import jinja2.sandbox
-    from medusa_runtime.bounded_template.renderer import RenderingError, template_renderer
-
-    class Template(NamedTuple):
-        environment: jinja2.Environment
-        source: str
-
-        def render(self, **values: Any) -> str:
-            try:
-                return template_renderer().render(self.source, values)
-            except RenderingError as error:
-                raise jinja2.TemplateError(f"the chat template {error}") from error
-
-    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(jinja2.sandbox.SandboxedEnvironment.default_binop_table)
-
-        def parse(self, *arguments: Any, **options: Any) -> jinja2.nodes.Template:
-            """Return a tree that can be searched for names. Jinja would compute its constants first."""
-            tree = super().parse(*arguments, **options)
-            volatile = jinja2.nodes.Keyword("volatile", jinja2.nodes.Const(True))
-            tree.body.insert(0, jinja2.nodes.EvalContextModifier([volatile]))
-            return tree
-
-        def from_string(self, source: Any, *arguments: Any, **options: Any) -> Any:
-            return Template(self, source)
-
-    for name in ("jinja2.sandbox", "transformers.utils.chat_template_utils"):
-        with suppress(ImportError):  # another version of transformers
-            vars(importlib.import_module(name))["ImmutableSandboxedEnvironment"] = Environment
-    template_renderer().start()
-    return template_renderer()
-
-
 def load_processors(model_config: Any) -> None:
     """Load the logits processors that are installed, which vLLM looks for at the first request."""
     from vllm.v1.sample import logits_processor
@@ -239,7 +200,6 @@ __all__ = [
     "declare_no_processor",
     "freeze_without_collection",
     "front_configuration",
-    "limit_templates",
     "load_processors",
     "notify_on_socket",
     "reuse_configuration",

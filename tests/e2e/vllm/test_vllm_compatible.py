@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -72,3 +73,44 @@ def leave_early(serving: Any) -> None:
     assert connection.getresponse().readline().startswith(b"data:")
     connection.close()
     until(lambda: serving.metric("medusa_engine_running") == 0)
+
+
+TEMPLATE = "{% if messages[0].content == 'large' %}{{ 'a' * 1000000000 }}{% endif %}{{ messages[0].content }}"
+
+
+def test_its_own_routes_have_limits_and_it_answers_the_engine_where_it_demands_a_key(
+    start: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(example, tmp_path / "model", ignore=shutil.ignore_patterns(".medusa"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "handler.py").write_text(
+        "class Handler:\n"
+        "    def load(self, context):\n"
+        "        self.model = context.model\n"
+        "    def predict(self, request):\n"
+        "        return self.model.generate('Return the', max_tokens=4)\n"
+    )
+    arguments = ("--model", model, "--handler", f"{tmp_path / 'handler.py'}:Handler", "--engine", "vllm")
+    flags = ("--vllm-mode", "compatible", "--", "--api-key", "secret")
+    serving = start(*arguments, *flags, env={"VLLM_PLUGINS": "another"})
+
+    def ask(path: str, key: str, body: dict[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        return serving.exchange("POST", path, json.dumps(body), headers, timeout_s=PATIENCE_S)
+
+    def chat(content: str, key: str = "secret") -> Any:
+        messages = [{"role": "user", "content": content}]
+        return ask("/v1/chat/completions", key, {"messages": messages, "max_tokens": 1})
+
+    answer = ask("/", "none", {})
+    assert answer.status == 200, answer.text
+    assert chat("Return", "another").status == 401
+    answer = chat("Return")
+    assert answer.status == 200, answer.text
+    answer = chat("large")
+    assert answer.status == 400, answer.text
+    assert "the chat template took more than 256 MB of memory" in answer.text
+    answer = ask("/v1/responses", "secret", {"input": [{"a": 1}] * 1000})
+    assert answer.status == 400
+    assert len(answer.text) < 100_000, "each wrong item is described"
+    assert serving.stop() == 0

@@ -134,7 +134,7 @@ def test_nothing_is_left_in_shared_memory_if_all_processes_are_killed_at_once(
     """As when a container's memory runs out. Its /dev/shm is that of the pod, where the next container runs."""
     before = set(SHARED.iterdir())
     flags = ("--kv-cache-mb", "64", "--tensor-parallel", "2", "--vllm-mode", mode)
-    serving = start("--model", example, "--engine", "vllm", *flags, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    serving = start("--model", example, "--engine", "vllm", *flags)
     status, answer, _ = serving.request("POST", "/v1/completions", {"prompt": "x"}, timeout_s=PATIENCE_S)
     assert status == 200, answer
     pids = [serving.process.pid, *serving.children()]
@@ -158,7 +158,7 @@ def test_nothing_is_left_in_shared_memory_of_an_instance_that_is_killed_while_it
 ) -> None:
     flags = ("--kv-cache-mb", "64", "--tensor-parallel", "2", "--vllm-mode", mode)
     with serving_origin(example, 20e3) as origin:
-        serving = start("--model", origin.url, "--engine", "vllm", *flags, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+        serving = start("--model", origin.url, "--engine", "vllm", *flags)
         if SUMS_IN_SHARED_MEMORY:
             until(lambda: any("vllm_dist_" in name for name in mapped_names(serving)))
             until(lambda: not any("vllm_dist_" in name and (SHARED / name).exists() for name in mapped_names(serving)))
