@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,12 @@ class VllmEngine:
         *,
         capture: Path | None = None,
         code: bytes | None = None,
+        on_load_error: Callable[[MedusaError], None] = lambda error: None,
     ) -> None:
-        """Offline, ``capture`` is the folder into which compiled code is written, ``code`` a compile cache to use."""
+        """Offline, ``capture`` is the folder into which compiled code is written, ``code`` a compile cache to use.
+
+        ``on_load_error`` is called if the model cannot be loaded, before any request learns of it.
+        """
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
@@ -115,6 +119,7 @@ class VllmEngine:
         self._statistics = None if self._arguments["disable_log_stats"] else Statistics(self.config, named)
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
+        self._on_load_error = on_load_error
         self._steps = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
@@ -249,18 +254,20 @@ class VllmEngine:
         return core
 
     def _watch(self, core: Any) -> None:
+        from .serving.core import check_parts
+
+        check_parts(core)
         core.on_add = self._on_add
         watch_prefills(core.scheduler, self._requests.note_prefill)
 
     def _load(self) -> None:
         try:
-            self._core = self._open_core()
+            with _medusa_errors():
+                self._core = self._open_core()
         except MedusaError as error:
+            self._on_load_error(error)
             self._load_error = error
             raise
-        except Exception as error:
-            self._load_error = _reason(error)
-            raise self._load_error from error
         finally:
             self._compiled.close()
             self._loaded.set()
@@ -362,6 +369,17 @@ def _missing_kernel(error: Exception) -> ModelError | None:
         f"vLLM has no {missing[1] or missing[2]} for this machine's processor; expected one that has it (on x86 often "
         f"AVX-512), or a checkpoint with another quantization, or none"
     )
+
+
+@contextlib.contextmanager
+def _medusa_errors() -> Iterator[None]:
+    """Raise one of our errors, with vLLM's as its cause, in place of any other."""
+    try:
+        yield
+    except MedusaError:
+        raise
+    except Exception as error:
+        raise _reason(error) from error
 
 
 def _reason(error: Exception) -> MedusaError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import threading
 from typing import Any
 
 from medusa_runtime.config import Settings
@@ -15,7 +14,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.zygote import RESTART
 
-from .version import MISSING_PART_ERRORS, installed_version, is_tested, missing_part, tested_versions
+from .version import MISSING_PART_ERRORS, installed_version, missing_part, tested_versions
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
         try:
             from .engine import VllmEngine
 
-            engine = VllmEngine(region, settings, timeline)
-            return engine if is_tested() else _UntestedEngine(engine)
+            return VllmEngine(region, settings, timeline, on_load_error=_leave_for_compatible)
         except (MedusaError, *MISSING_PART_ERRORS) as error:
             if (part := missing_part(error)) is None:
                 raise
@@ -72,35 +70,11 @@ def is_compatible() -> bool:
     return bool(_shared[0])
 
 
-class _UntestedEngine:
-    """The engine in a version of vLLM that was not tested.
-
-    If a part of vLLM turns out to be missing while it loads, the process ends, and the next one uses the compatible
-    mode.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def wait_ready(self) -> None:
-        try:
-            self._engine.wait_ready()
-        except MedusaError as error:
-            if missing_part(error) is not None:
-                threading.Event().wait()  # this process is about to end
-            raise
-
-    def run(self, stop: threading.Event) -> None:
-        try:
-            self._engine.run(stop)
-        except MedusaError as error:
-            if self._engine.loaded or (part := missing_part(error)) is None:
-                raise
-            _require_compatible(part)
-            os._exit(RESTART)
+def _leave_for_compatible(error: MedusaError) -> None:
+    """End this process if it could not load a model for want of a part of vLLM: the next one is compatible."""
+    if (part := missing_part(error)) is not None:
+        _require_compatible(part)
+        os._exit(RESTART)
 
 
 def _require_compatible(reason: str) -> None:

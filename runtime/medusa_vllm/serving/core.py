@@ -22,6 +22,7 @@ from medusa_runtime.engine.serving.inbox import Inbox
 from vllm.v1.engine import core as vllm_core
 
 from ..core_request import CLIENT
+from ..version import MissingPartError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _METHODS = (
     "_perform_handshakes", "process_input_sockets", "process_output_sockets", "_handle_client_request", "has_work",
     "preprocess_add_request",
 )  # fmt: skip
+# What a core is used by once it has loaded the model, when it is too late for the compatible mode.
+_USED = ("step_fn", "post_step", "preprocess_add_request", "add_request", "abort_requests", "scheduler")
 _RETRY_S = 0.01
 _DETACHED = object()
 
@@ -64,6 +67,12 @@ def core_class() -> Any:
         logger.warning("vLLM's own routes are not available: this version of vLLM has no %s", missing)
         return PlainCore
     return make_fronted_core()
+
+
+def check_parts(core: Any) -> None:
+    """Raise MissingPartError if a core of this version lacks something that our loop needs."""
+    if lacking := [name for name in _USED if not hasattr(core, name)]:
+        raise MissingPartError(f"its core has no {lacking[0]}")
 
 
 def missing_part() -> str | None:
@@ -207,4 +216,4 @@ class _Outputs(queue.Queue[Any]):
             super().put(_DETACHED)
 
 
-__all__ = ["PlainCore", "core_class", "missing_part"]
+__all__ = ["PlainCore", "check_parts", "core_class", "missing_part"]

@@ -75,6 +75,45 @@ def leave_early(serving: Any) -> None:
     until(lambda: serving.metric("medusa_engine_running") == 0)
 
 
+# A version that was not tested, whose core has another name for a part that is only used for steps.
+OTHER_VERSION = """
+import os, sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in ("vllm.v1.engine.core", "medusa_vllm.version"):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            if name == "medusa_vllm.version":
+                module.installed_version = lambda: "0.99.0"
+            elif "_MEDUSA_ENGINE_KEY" not in os.environ:  # not in vLLM's own processes
+                module.EngineCore.after_step = module.EngineCore.post_step
+                del module.EngineCore.post_step
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_version_whose_core_has_other_parts_is_served_after_all(
+    start: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    """It failed at the first step, again and again. And what is found missing while it loads ended early requests."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    flags = ("--engine", "vllm", "--kv-cache-mb", "64", "--max-concurrency", "4")
+    serving = start("--model", example, *flags, env={"PYTHONPATH": str(tmp_path)})
+    status, answer, _ = serving.request("POST", "/v1/completions", {"prompt": "x"}, timeout_s=PATIENCE_S)
+    assert status == 200, answer
+    assert "vLLM 0.99.0: its core has no post_step. Its own server and processes are used" in serving.output()
+    assert serving.stop() == 0
+
+
 TEMPLATE = "{% if messages[0].content == 'large' %}{{ 'a' * 1000000000 }}{% endif %}{{ messages[0].content }}"
 
 
