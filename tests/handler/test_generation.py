@@ -32,7 +32,8 @@ def test_streams_are_cancelled_when_no_thread_can_read_them(monkeypatch: pytest.
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    model = cast("ServedModel", SimpleNamespace(engine=SimpleNamespace(generate=generate)))
+    engine = SimpleNamespace(generate=generate)
+    model = cast("ServedModel", SimpleNamespace(engine=engine, most_characters=lambda: None))
     requests = [GenerateRequest(name, "text", SamplingParams(), True) for name in ("a", "b")]
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError):

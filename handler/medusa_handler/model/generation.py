@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.base import Delta, GenerateRequest
+from medusa_runtime.errors import ContextLengthError
 
 from ..disconnection import POLL_S
 from ..faults import ClientDisconnectedError
@@ -40,7 +41,9 @@ class Generation:
         try:
             if requests and requests[0].adapter is not None:
                 self._lease = model.adapters.acquire(requests[0].adapter, model.wait_check(is_disconnected))
+            most = model.most_characters()
             for request in requests:
+                _check_length(request.prompt, most)
                 self._streams.append(model.engine.generate(request))
             if len(self._streams) > 1:  # it starts threads, which may fail
                 self._merge = Merge([self._read(stream) for stream in self._streams])
@@ -110,3 +113,13 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_length(prompt: str | Sequence[int], most: int | None) -> None:
+    """Raise ContextLengthError for a text that the engine would refuse: to send it takes five times its memory."""
+    if most is not None and isinstance(prompt, str) and len(prompt) > most:
+        raise ContextLengthError(
+            f"expected a prompt of at most {most} characters, which is more than this model's context can hold, found "
+            f"{len(prompt)}",
+            "prompt",
+        )

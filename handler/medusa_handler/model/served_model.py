@@ -93,10 +93,10 @@ class ServedModel:
         if self._chat_template is None:
             assert self.region is not None
             self._wait_for_files(self.region, is_disconnected)
-            self._chat_template = ChatTemplate(self.region.file, self._most_characters)
+            self._chat_template = ChatTemplate(self.region.file, self.most_characters)
         return self._chat_template
 
-    def _most_characters(self) -> int | None:
+    def most_characters(self) -> int | None:
         """Return how many characters a prompt may have; None if the engine has not described its model yet."""
         info = None if self.engine is None else self.engine.info
         return None if info is None else most_characters(info.max_model_len)

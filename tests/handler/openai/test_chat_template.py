@@ -230,3 +230,15 @@ def test_a_prompt_that_is_certainly_too_long_is_refused_before_it_comes_back(ser
     status, answer, _ = served.request("POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "messages")
     assert "makes a text of more than 1048576 characters from these messages" in answer["error"]["message"]
+
+
+def test_a_text_that_is_certainly_too_long_does_not_reach_the_engine(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.wait_ready()
+    served.complete()
+    served.prompts()
+    status, answer, _ = served.complete(prompt="a" * ((1 << 20) + 1))
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "prompt")
+    assert served.prompts() == []
+    assert served.complete(prompt="a " * (1 << 19))[0] == 400
+    assert len(served.prompts()) == 1
