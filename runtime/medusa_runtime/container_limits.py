@@ -51,17 +51,19 @@ def memory_available_bytes(root: Path = _ROOT) -> int:
     """Return how many bytes can still be allocated: the least of what the host has and what each limit leaves.
 
     Inactive file cache counts as free, as in Kubernetes' working set: the kernel drops it before a limit kills a
-    process. Shared memory does not count as free: it can only be swapped.
+    process. What this process maps does not: it would be read again and again. Nor does shared memory, which can only
+    be swapped.
     """
     available = _field(root / "proc/meminfo", "MemAvailable:") or 0
     available *= 1024
+    mapped = (_field(root / "proc/self/status", "RssFile:") or 0) * 1024
     for folder in _groups(root, "memory"):
         limit = _memory_limit(folder)
         usage = _number(folder / "memory.current")
         if usage is None:
             usage = _number(folder / "memory.usage_in_bytes")
         if limit is not None and usage is not None:
-            available = min(available, max(limit - usage + _inactive_file(folder), 0))
+            available = min(available, max(limit - usage + _unused_files(folder, mapped), 0))
     return available
 
 
@@ -191,10 +193,12 @@ def _memory_limit(folder: Path) -> int | None:
     return min((limit for limit in found if limit is not None and limit < _UNLIMITED_BYTES), default=None)
 
 
-def _inactive_file(folder: Path) -> int:
+def _unused_files(folder: Path, mapped: int) -> int:
+    """Return the bytes of the inactive file cache, but of ``mapped`` bytes as much as is not in the active one."""
     stat = folder / "memory.stat"
-    total = _field(stat, "total_inactive_file")  # v1 counts the groups below only in the total_ fields
-    return total if total is not None else _field(stat, "inactive_file") or 0
+    prefix = "" if _field(stat, "total_inactive_file") is None else "total_"  # v1: those of the groups below, too
+    active, inactive = (_field(stat, f"{prefix}{name}_file") or 0 for name in ("active", "inactive"))
+    return max(min(inactive, active + inactive - mapped), 0)
 
 
 def _field(path: Path, name: str) -> int | None:

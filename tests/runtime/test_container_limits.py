@@ -51,6 +51,15 @@ def test_v2_limits(tmp_path: Path) -> None:
     assert memory_available_bytes(root) == GIB + GIB // 2
 
 
+def test_files_that_this_process_maps_are_not_free(tmp_path: Path) -> None:
+    """A snapshot's pages, which have been read ahead: the kernel would drop them, and read them again and again."""
+    stat = f"active_file {GIB // 4}\ninactive_file {GIB}\n"
+    root = v2(tmp_path, {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": stat})
+    for mapped, free in ((0, GIB), (GIB // 4, GIB), (GIB // 2, GIB // 4 * 3), (2 * GIB, 0)):
+        (root / "proc/self/status").write_text(f"RssFile:\t{mapped // 1024} kB\n")
+        assert memory_available_bytes(root) == GIB + free
+
+
 def test_v2_without_limits(tmp_path: Path) -> None:
     files = {"memory.max": "max\n", "memory.current": f"{3 * GIB}\n", "cpu.max": "max 100000\n"}
     root = v2(tmp_path, files)

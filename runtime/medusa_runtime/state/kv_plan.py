@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from ..checkpoint.index import WeightIndex
 from ..config import Settings
@@ -20,7 +22,8 @@ from .kinds import KV_PLAN, file_name
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
+_MARGIN_BYTES = 256 << 20  # for the allocator's slack, bodies, and the other processes of the instance
+_MARGIN_SHARE = 2  # where memory is short, the margin is one in this many of the free bytes, but not below the least
 _FORMAT = 1
 _MOST = 1 << 62  # the largest number in a plan
 _PLENTY_BYTES = 1 << 60
@@ -88,8 +91,7 @@ class KvPlan:
         whole = all(type(number) is int and number < _MOST for number in (*counts, *sizes))
         if found != _FORMAT or not whole or min(counts) <= 0 or min(sizes) < 0 or type(plan.dtype) is not str:
             raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0; materialize it again")
-        # This version decides how much stays free at least, not a bundle.
-        return replace(plan, margin_bytes=max(plan.margin_bytes, _MARGIN_BYTES))
+        return replace(plan, margin_bytes=_MARGIN_BYTES)  # each start decides about it, not a bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,17 @@ class Geometry:
     max_positions: int
 
 
+class Least(NamedTuple):
+    """What a start needs at least, where memory is short.
+
+    ``margin_bytes`` stay free. ``logits_bytes`` is the part of a forward's need that does not grow with its tokens. The
+    rest does, and a forward has at most as many tokens as the cache.
+    """
+
+    margin_bytes: int
+    logits_bytes: int
+
+
 def plan_kv_cache(
     geometry: Geometry,
     settings: Settings,
@@ -111,14 +124,16 @@ def plan_kv_cache(
     activation_bytes: int,
     graph_bytes: int = 0,
     recorded: KvPlan | None = None,
+    least: Least | None = None,
     remedy: str = "give the container more memory",
 ) -> KvPlan:
     """Plan a cache for ``max_concurrency`` sequences of full length, or for as many tokens as there is room for.
 
     ``free_bytes`` can be allocated once the weights are there. ``activation_bytes`` is the computed need of a forward,
     and ``graph_bytes`` that of CUDA graphs. A recorded plan for this geometry is used if it fits into free memory. If
-    not, its measured sizes are still used. Raises ConfigError if not even one sequence of the requested length fits;
-    the ``remedy`` for too little memory is in its message.
+    not, its measured sizes are still used. ``least`` says how little is enough where memory is short; without it, as
+    much stays free as elsewhere. Raises ConfigError if not even one sequence of the requested length fits; the
+    ``remedy`` for too little memory is in its message.
     """
     wanted_len = settings.max_model_len or geometry.max_positions
     if wanted_len > geometry.max_positions:
@@ -140,13 +155,16 @@ def plan_kv_cache(
         geometry.dtype,
         # The record may have been made with fewer graphs than this start has.
         graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
+        _MARGIN_BYTES if least is None else min(max(free_bytes // _MARGIN_SHARE, least.margin_bytes), _MARGIN_BYTES),
     )
     if settings.kv_cache_mb is not None:
-        return _checked(_within(planned, settings.kv_cache_mb << 20), settings, "raise --kv-cache-mb")
+        blocks = min(wanted, (settings.kv_cache_mb << 20) // planned.block_bytes)
+        return _checked(replace(planned, blocks=blocks), settings, "raise --kv-cache-mb")
     source = "computed"
     if recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
+        recorded = replace(recorded, margin_bytes=planned.margin_bytes, source="recorded")
         if recorded.needed_bytes <= free_bytes:
-            return replace(recorded, source="recorded")
+            return recorded
         source = "recomputed"
         logger.info(
             "the KV cache gets what is free here now, %d MiB: the plan, for %d requests of %d tokens, needs %d MiB",
@@ -155,15 +173,17 @@ def plan_kv_cache(
             wanted_len,
             recorded.needed_bytes >> 20,
         )
-    fitting = _within(planned, _room(planned, free_bytes))
+    step_tokens = settings.max_batched_tokens
+    fitting = _fitting(planned, free_bytes, step_tokens, least)
     if fitting.tokens < _least(fitting, settings):  # a start must not fail because of a record
         planned = replace(
             planned,
             activation_bytes=min(activation_bytes, planned.activation_bytes),
             graph_bytes=min(graph_bytes, planned.graph_bytes),
         )
-        fitting = _within(planned, _room(planned, free_bytes))
-    return _checked(replace(fitting, source=source), settings, remedy, free_bytes)
+        fitting = _fitting(planned, free_bytes, step_tokens, least)
+    smallest = _with_blocks(planned, -(-_least(planned, settings) // planned.block_tokens), step_tokens, least)
+    return _checked(replace(fitting, source=source), settings, remedy, smallest, free_bytes)
 
 
 def plan_to_record(geometry: Geometry, settings: Settings, *, activation_bytes: int, graph_bytes: int = 0) -> KvPlan:
@@ -192,12 +212,23 @@ def recorded_plan(region: Region) -> KvPlan | None:
         return None
 
 
-def _room(planned: KvPlan, free_bytes: int) -> int:
-    return max(free_bytes - planned.overhead_bytes, 0)
+def _fitting(planned: KvPlan, free_bytes: int, step_tokens: int, least: Least | None) -> KvPlan:
+    """Return the plan with as many blocks as fit into free memory, at most those that are planned."""
+
+    def needed(blocks: int) -> int:
+        return _with_blocks(planned, blocks, step_tokens, least).needed_bytes
+
+    count = bisect_right(range(planned.blocks + 1), free_bytes, key=needed)
+    return _with_blocks(planned, max(count - 1, 0), step_tokens, least)
 
 
-def _within(planned: KvPlan, room_bytes: int) -> KvPlan:
-    return replace(planned, blocks=min(planned.blocks, room_bytes // planned.block_bytes))
+def _with_blocks(planned: KvPlan, blocks: int, step_tokens: int, least: Least | None) -> KvPlan:
+    """Return the plan with another number of blocks, and what a forward takes then. A step has ``step_tokens``."""
+    activation_bytes = planned.activation_bytes
+    if least is not None:
+        growing_bytes = max(activation_bytes - least.logits_bytes, 0)
+        activation_bytes -= growing_bytes * max(step_tokens - blocks * planned.block_tokens, 0) // step_tokens
+    return replace(planned, blocks=blocks, activation_bytes=activation_bytes)
 
 
 def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
@@ -210,19 +241,22 @@ def _least(planned: KvPlan, settings: Settings) -> int:
     return planned.max_model_len if settings.max_model_len else min(planned.max_model_len, planned.block_tokens)
 
 
-def _checked(planned: KvPlan, settings: Settings, remedy: str, free_bytes: int | None = None) -> KvPlan:
+def _checked(
+    planned: KvPlan, settings: Settings, remedy: str, smallest: KvPlan | None = None, free_bytes: int = 0
+) -> KvPlan:
     """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little.
 
-    ``free_bytes`` is what the size was calculated from; None if it was given.
+    ``smallest`` is the smallest plan that would do, and ``free_bytes`` what it has to fit in; without it, the size was
+    given.
     """
     least = _least(planned, settings)
     if planned.tokens < least:
         sequence = -(-least // planned.block_tokens) * planned.block_bytes
         found = f"the KV cache has room for {planned.tokens} tokens, but one sequence needs {least} ({_mib(sequence)})"
-        if free_bytes is not None:
+        if smallest is not None:
             found += (
-                f": expected {_mib(sequence + planned.overhead_bytes)} of free memory beside the weights "
-                f"({_mib(planned.overhead_bytes)} of it for all else), found {max(free_bytes, 0) >> 20} MiB"
+                f": expected {_mib(smallest.needed_bytes)} of free memory beside the weights "
+                f"({_mib(smallest.overhead_bytes)} of it for all else), found {max(free_bytes, 0) >> 20} MiB"
             )
         shorter = "lower --max-model-len, or " if settings.max_model_len else ""
         raise ConfigError(f"{found}; {shorter}{remedy}")
@@ -272,6 +306,7 @@ def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_by
 __all__ = [
     "Geometry",
     "KvPlan",
+    "Least",
     "activation_bytes",
     "graph_bytes",
     "logits_bytes",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,30 @@ def test_a_model_is_served_within_a_limit(group: MemoryGroup, start: Start, exam
     restarts = f'medusa_process_restarts_total{{process="engine",model="{example.name}"}}'
     assert f"{restarts} 0" in serving.request("GET", "/metrics")[1].decode()
     assert serving.stop() == 0
+
+
+@pytest.mark.parametrize("group", [256], indirect=True)
+def test_a_small_container_serves_a_model_that_fits(group: MemoryGroup, start: Start, example: Path) -> None:
+    serving = start("--model", example, wrapper=group.inside)
+    serving.wait_ready()
+    chat = {"messages": [{"role": "user", "content": "What does len return?"}], "max_tokens": 16}
+    assert serving.request("POST", "/v1/chat/completions", chat)[0] == 200
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: serving.complete(max_tokens=64), range(32)))
+    assert all(answer["choices"][0]["text"] for answer in answers)
+    assert serving.stop() == 0
+    assert group.kills() == 0
+
+
+@pytest.mark.parametrize("group", [160], indirect=True)
+def test_a_model_that_does_not_fit_is_refused_and_nothing_is_killed(
+    group: MemoryGroup, start: Start, example: Path
+) -> None:
+    serving = start("--model", example, wrapper=group.inside)
+    assert serving.process.wait(240) == 2
+    assert "of free memory beside the weights" in serving.output()
+    assert "give the container more memory [Config.Invalid]" in serving.output()
+    assert group.kills() == 0
 
 
 @pytest.mark.parametrize("group", [3000, 1000], indirect=True)

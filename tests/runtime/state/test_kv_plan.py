@@ -13,7 +13,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kinds import file_name
-from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan_kv_cache
+from medusa_runtime.state.kv_plan import Geometry, KvPlan, Least, activation_bytes, graph_bytes, plan_kv_cache
 from medusa_runtime.timeline import Timeline
 
 GIB = 1 << 30
@@ -23,13 +23,17 @@ SETTINGS = Settings(max_concurrency=4)  # 64 blocks a sequence: 256 in all
 RECORDED = KvPlan(16, 1 << 20, 256, 1024, 100 << 20, GEOMETRY.layout, "bfloat16")
 
 
-def planned(free_bytes: int, recorded: KvPlan | None = None, **settings: Any) -> KvPlan:
+LEAST = Least(40 << 20, 2 << 20)  # and 48 MiB for 2,048 tokens
+
+
+def planned(free_bytes: int, recorded: KvPlan | None = None, *, least: Least | None = None, **settings: Any) -> KvPlan:
     return plan_kv_cache(
         GEOMETRY,
         replace(SETTINGS, **settings),
         free_bytes=free_bytes,
         activation_bytes=50 << 20,
         recorded=recorded,
+        least=least,
     )
 
 
@@ -58,6 +62,39 @@ def test_the_margin_and_the_activations_stay_free() -> None:
     made = planned(500 << 20)
     assert made.needed_bytes <= 500 << 20
     assert made.blocks == 500 - 50 - 256
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "blocks", "margin_mb"),
+    [
+        (1024, 256, 256),  # plenty: all that was asked for
+        (540, 540 - 256 - 50, 256),
+        (400, 400 - 200 - 50, 200),  # short: half of it stays free
+        (100, 34, 50),  # a step has at most as many tokens as the cache: here 544, which take 35 MiB less than 2,048
+        (50, 5, 40),
+        (44, 1, 40),
+    ],
+)
+def test_where_memory_is_short_less_stays_free(free_mb: int, blocks: int, margin_mb: int) -> None:
+    made = planned(free_mb << 20, least=LEAST)
+    assert (made.blocks, made.margin_bytes >> 20) == (blocks, margin_mb)
+    assert made.needed_bytes <= free_mb << 20
+    again = planned(free_mb << 20, replace(RECORDED, activation_bytes=50 << 20), least=LEAST)
+    assert (again.blocks, again.margin_bytes, again.activation_bytes) == (
+        made.blocks,
+        made.margin_bytes,
+        made.activation_bytes,
+    )
+
+
+def test_what_does_not_fit_at_all_is_refused_with_what_would() -> None:
+    expected = (
+        r"expected 44 MiB of free memory beside the weights \(43 MiB of it for all else\), found 43 MiB; give the"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        planned(43 << 20, least=LEAST)
+    with pytest.raises(ConfigError, match=r"one sequence needs 512 \(32 MiB\): expected 86 MiB"):
+        planned(80 << 20, least=LEAST, max_model_len=512)
 
 
 def test_graphs_have_room_beside_the_cache() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 
-_V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+from benchmarks import memory_group
+
 # Takes memory, in the end a page at a time, until the kernel has killed once more; then it gives all of it back. That
 # takes a while, in which the limit is twice as high: a process that was started anew would be killed, too.
 _GREED = """
@@ -37,51 +36,28 @@ for page in range(at, limit, 4096):
 """
 
 
-class MemoryGroup:
-    """A new control group with a memory limit; a context manager. At its end all of its processes must be gone."""
+class MemoryGroup(memory_group.MemoryGroup):
+    """One for a test, which is skipped where no group can be made."""
 
     def __init__(self, limit_mb: int) -> None:
-        version_1 = (_V1 / "cgroup.procs").exists()
-        self.folder = (_V1 if version_1 else _V2) / f"medusa-test-{os.urandom(4).hex()}"
-        self.limit_bytes = limit_mb * 1_000_000
-        self._limit = self.folder / ("memory.limit_in_bytes" if version_1 else "memory.max")
-        self._kills = self.folder / ("memory.oom_control" if version_1 else "memory.events")
+        super().__init__(limit_mb * 1_000_000)
         self._greedy_kills = 0
-        self._usage = self.folder / ("memory.usage_in_bytes" if version_1 else "memory.current")
 
     def __enter__(self) -> Self:
         try:
-            self.folder.mkdir()
+            return super().__enter__()
         except OSError as error:
-            pytest.skip(f"no control group can be made here: {error}")
-        try:
-            self._limit.write_text(str(self.limit_bytes))
-        except OSError as error:
-            self.folder.rmdir()
-            pytest.skip(f"this control group takes no memory limit: {error}")
-        return self
+            pytest.skip(f"no control group with a memory limit can be made here: {error}")
 
     def __exit__(self, *_: object) -> None:
-        for _ in range(200):
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.05)
-        pytest.fail(f"{self.folder} still has processes: {(self.folder / 'cgroup.procs').read_text().split()}")
-
-    @property
-    def inside(self) -> list[str]:
-        """A command that moves itself into the group and becomes what follows it."""
-        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh"]
+        try:
+            super().__exit__()
+        except OSError:
+            pytest.fail(f"{self.folder} still has processes: {(self.folder / 'cgroup.procs').read_text().split()}")
 
     def kills(self) -> int:
         """Return how many of its processes the kernel has killed for want of memory, without those that used it up."""
-        return int(self._kills.read_text().split("oom_kill ")[1].split()[0]) - self._greedy_kills
-
-    def shared_bytes(self) -> int:
-        """Shared memory that its processes have made and that still exists, wherever they are."""
-        stat = (self.folder / "memory.stat").read_text().split()
-        return int(stat[stat.index("shmem") + 1])
+        return super().kills() - self._greedy_kills
 
     def kill(self, pid: int) -> None:
         """Use up the group's memory until the kernel has killed this process of the group."""

@@ -16,9 +16,23 @@ from ...kernels.compiled import native_kernels
 from ...load.applier import Applier
 from ...models import ModelConfig
 from ...region.reader import Region
-from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan_kv_cache, recorded_plan
+from ...state.kv_plan import (
+    Geometry,
+    KvPlan,
+    Least,
+    activation_bytes,
+    graph_bytes,
+    logits_bytes,
+    plan_kv_cache,
+    recorded_plan,
+)
 from ...timeline import Timeline
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
+
+# What grows after the plan on a CPU: the function's processes, compiled code, the allocator's slack. Measured
+# (benchmarks.least_memory).
+_LEAST_MARGIN_BYTES = 40 << 20
+_TOKENIZER_FACTOR = 10  # a tokenizer takes eight to eleven times the memory of its file
 
 
 def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: torch.dtype, applier: Applier) -> int:
@@ -102,10 +116,17 @@ def kv_plan(
             item_bytes=dtype.itemsize,
         ),
         recorded=recorded_plan(region) if layers in (None, config.num_layers) else None,  # it is for all layers
+        least=_least(region, config, settings) if device_free_bytes is None else None,
         remedy="give the container more memory"
         if device_free_bytes is None
         else "use a larger GPU, or end what else runs on this one",
     )
+
+
+def _least(region: Region, config: ModelConfig, settings: Settings) -> Least:
+    """Return what a start on a CPU needs at least. The tokenizer is read beside the plan."""
+    tokenizer_bytes = _TOKENIZER_FACTOR * len(region.file("tokenizer.json") or b"")
+    return Least(_LEAST_MARGIN_BYTES + tokenizer_bytes, logits_bytes(settings, config.vocab_size))
 
 
 def previous_kv_tokens(timeline: Timeline) -> int | None:
