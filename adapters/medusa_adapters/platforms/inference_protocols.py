@@ -10,8 +10,10 @@ import dataclasses
 import json
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from medusa_handler.contract import HttpError, Request, Response
@@ -37,6 +39,14 @@ _DATATYPES: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), _is_number),
     "BYTES": lambda value: isinstance(value, str),
 }
+_FORMS = {"BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h"} | {
+    "INT32": "i",
+    "INT64": "q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+}  # of the package struct
+_MOST_BINARY = 1 << 20  # elements of a request
 _OF_LISTS = ("INT64", "FP64", "BOOL", "BYTES")  # the datatypes of plain lists, the first that fits
 _OF_ARRAYS = {"bool": "BOOL", "bfloat16": "BF16"} | {  # by the names that NumPy and torch have for them
     f"{ours}{bits}": f"{theirs}{bits}"
@@ -76,12 +86,14 @@ class InferenceProtocols:
             return request
         self._check(call["v1"] or call["v2"])
         plain = {**vars(request), "path": "/"}
-        body = request.object if _BINARY.lower() not in map(str.lower, request.headers) else _refuse_binary()
         if call["v1"]:
-            return _Predict(**plain | {"body": json.dumps(_instances(body)).encode()})
+            return _Predict(**plain | {"body": json.dumps(_instances(request.object)).encode()})
+        text, binary = _parts(request)
+        body = replace(request, body=text).object
         inputs = body.get("inputs")
         if not isinstance(inputs, list) or not all(isinstance(tensor, dict) for tensor in inputs):
             raise _wrong("inputs", "a list of tensors, each an object", inputs)
+        _add_binary(inputs, binary)
         given = [_input(tensor, f"inputs[{number}]") for number, tensor in enumerate(inputs)]
         if len(values := dict(given)) < len(given):
             raise HttpError(400, "inputs: expected tensors with different names, found one of them twice")
@@ -123,8 +135,57 @@ def _wrong(field: str, expected: str, found: Any) -> HttpError:
     return HttpError(400, f"{field}: expected {expected}, found {json_excerpt(found)}")
 
 
-def _refuse_binary() -> dict[str, Any]:
-    raise HttpError(400, f"{_BINARY}: tensors in binary form are not supported; expected all data in the JSON body")
+def _parts(request: Request) -> tuple[bytes, memoryview]:
+    """Return the JSON of a body, and the tensors in binary form behind it (Triton's binary tensor data extension)."""
+    length = request.headers.get(_BINARY, str(len(request.body)))
+    if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= len(request.body)):
+        raise HttpError(400, f"{_BINARY}: expected a length within the body's {len(request.body)}, found {length[:40]}")
+    return request.body[: int(length)], memoryview(request.body)[int(length) :]
+
+
+def _add_binary(inputs: Sequence[dict[str, Any]], binary: memoryview) -> None:
+    """Give tensors in binary form their data. It may have fewer elements than JSON, whose memory is reserved."""
+    elements = 0
+    for number, tensor in enumerate(inputs):
+        parameters = tensor.get("parameters")
+        size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+        if size is None:
+            continue
+        if not _is_int(size) or not 0 <= size <= len(binary):
+            raise _wrong(f"inputs[{number}].parameters.binary_data_size", f"at most {len(binary)}", size)
+        tensor["data"] = _elements(tensor.get("datatype"), bytes(binary[:size]), f"inputs[{number}]", elements)
+        elements += len(tensor["data"])
+        binary = binary[size:]
+    if binary:
+        raise HttpError(400, f"expected tensors for all of the body, found {len(binary)} bytes behind them")
+
+
+def _elements(kind: object, data: bytes, place: str, before: int) -> list[Any]:
+    """Return the elements of a tensor in binary form, of which there are ``before`` others."""
+    form = struct.Struct(f"<{_FORMS[kind]}") if isinstance(kind, str) and kind in _FORMS else None
+    if form is None and kind != "BYTES":
+        raise _wrong(f"{place}.datatype", f"one of {', '.join(_FORMS)} and BYTES in binary form", kind)
+    try:
+        elements = (one for (one,) in form.iter_unpack(data)) if form else _texts(data)
+        found = list(islice(elements, _MOST_BINARY + 1))
+    except (struct.error, UnicodeDecodeError):
+        raise HttpError(
+            400, f"{place}: expected elements of type {kind} in binary form, found something else"
+        ) from None
+    if before + len(found) > _MOST_BINARY:
+        raise HttpError(400, f"expected at most {_MOST_BINARY} elements in binary form, found more")
+    return found
+
+
+def _texts(data: bytes) -> Iterator[str]:
+    """Yield texts, each of which follows its length in four bytes."""
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        at += 4 + length
+        if at > len(data):
+            raise struct.error
+        yield data[at - length : at].decode()
 
 
 def _instances(body: Mapping[str, Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,46 @@ def test_what_is_no_call_of_the_open_inference_protocol_is_refused(function: Any
     assert answer.json["error"].startswith(said)
 
 
-def test_binary_tensors_are_refused(function: Any) -> None:
-    answer = infer(function, {"inputs": [INPUT]}, Inference_Header_Content_Length="10")
+def binary(function: Any, inputs: list[dict[str, Any]], *data: bytes, length: str | None = None) -> Any:
+    head = json.dumps({"inputs": inputs}).encode()
+    sent = {"Inference_Header_Content_Length": str(len(head)) if length is None else length}
+    return function.request("POST", "/v2/models/iris/infer", head + b"".join(data), **sent)
+
+
+def tensor(name: str, shape: list[int], datatype: str, data: bytes) -> dict[str, Any]:
+    return {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+
+
+def test_tensors_in_binary_form(function: Any) -> None:
+    numbers, texts = struct.pack("<4f", 1, 2.5, 3, 4), struct.pack("<I2sI0s", 2, "ä".encode(), 0, b"")
+    inputs = [tensor("x", [2, 2], "FP32", numbers), INPUT | {"name": "plain"}, tensor("t", [2], "BYTES", texts)]
+    outputs = {each["name"]: each["data"] for each in binary(function, inputs, numbers, texts).json["outputs"]}
+    assert outputs == {"x": [1, 2.5, 3, 4], "plain": [1, 2.5, 3, 4], "t": ["ä", ""]}
+    for kind, form in (("BOOL", "?"), ("UINT8", "B"), ("INT64", "q"), ("FP16", "e")):
+        data = struct.pack(f"<2{form}", 1, 0)
+        assert binary(function, [tensor("x", [2], kind, data)], data).json["outputs"][0]["data"] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "data", "length", "said"),
+    [
+        ("FP32", [1], b"1234", "9999", "Inference-Header-Content-Length: expected a length within"),
+        ("FP32", [1], b"1234", "x", "Inference-Header-Content-Length: expected a length within"),
+        ("FP32", [2], b"1234", None, "inputs[0].data: expected 2 elements"),
+        ("FP32", [1], b"123", None, "inputs[0]: expected elements of type FP32 in binary form"),
+        ("BYTES", [1], b"\x09\0\0\0a", None, "inputs[0]: expected elements of type BYTES in binary form"),
+        ("BYTES", [1], b"\x01\0\0\0\xff", None, "inputs[0]: expected elements of type BYTES in binary form"),
+        ("BF16", [1], b"12", None, "inputs[0].datatype: expected one of BOOL"),
+        ("INT8", [2**20 + 1], b"1" * (2**20 + 1), None, "expected at most 1048576 elements"),
+    ],
+)
+def test_what_is_no_tensor_in_binary_form(
+    function: Any, kind: str, shape: list[int], data: bytes, length: str | None, said: str
+) -> None:
+    answer = binary(function, [tensor("x", shape, kind, data)], data, length=length)
     assert answer.status == 400
-    assert "expected all data in the JSON body" in answer.json["error"]
+    assert answer.json["error"].startswith(said)
+    assert binary(function, [tensor("x", [1], "INT8", b"1")], b"1", b"2").status == 400
 
 
 def test_errors_are_texts(function: Any) -> None:
