@@ -167,7 +167,7 @@ class RegionRoutes:
         while transport.get_write_buffer_size() and not transport.is_closing():  # the head goes first
             await asyncio.sleep(_TICK_S)
 
-        def write(data: bytes, within_s: float) -> None:
+        def write(data: bytearray, within_s: float) -> None:
             asyncio.run_coroutine_threadsafe(response.write(data), loop).result(within_s)
 
         encrypted = transport.get_extra_info("sslcontext") is not None

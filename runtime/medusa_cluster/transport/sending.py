@@ -30,7 +30,7 @@ _PATIENCE_S = 10.0  # then a peer that takes nothing is given up
 _QUIET_S = 60.0  # then a region that receives nothing is given up
 _POLL_S = 0.5  # between two checks that the region still has a prefetcher
 _STOP_S = 0.1  # between two checks that the peer is still there
-_ENCRYPTED_BYTES = 128 << 10
+_ENCRYPTED_BYTES = 1 << 20
 _NEXT_S = 0.05  # how long an answer waits for its next chunk before another answer to the same reader goes first
 
 
@@ -142,24 +142,30 @@ class PlainWriter:
 class EncryptedWriter:
     """A writer over TLS, which sendfile cannot do.
 
-    ``write(data, within_s)`` passes bytes to the event loop, which encrypts them.
+    ``write(data, within_s)`` passes bytes to the event loop, which encrypts them. That costs two switches between
+    threads, so a frame goes with the bytes behind it, and these in large pieces.
     """
 
-    def __init__(self, connection: socket.socket, write: Callable[[bytes, float], None]) -> None:
+    def __init__(self, connection: socket.socket, write: Callable[[bytearray, float], None]) -> None:
         self.connection = connection
         self._write = write
+        self._head = b""
 
     def write(self, data: bytes, deadline: float) -> None:
-        self._write(data, max(deadline - time.monotonic(), 0.0))
+        """Send bytes together with the bytes that follow."""
+        self._head += data
 
     def send_file(self, descriptor: int, offset: int, size: int, deadline: float) -> None:
         stop = offset + size
         while offset < stop:
-            piece = os.pread(descriptor, min(_ENCRYPTED_BYTES, stop - offset), offset)
-            if not piece:
+            head, self._head = self._head, b""
+            piece = bytearray(head) + bytearray(min(_ENCRYPTED_BYTES, stop - offset))
+            count = os.preadv(descriptor, [memoryview(piece)[len(head) :]], offset)
+            if not count:
                 raise ConnectionResetError("the region has ended early")
-            self.write(piece, deadline)
-            offset += len(piece)
+            del piece[len(head) + count :]
+            self._write(piece, max(deadline - time.monotonic(), 0.0))
+            offset += count
 
     def close(self) -> None:
         """Do nothing: the connection belongs to the event loop."""
