@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from medusa_runtime.errors import MedusaError
@@ -34,6 +34,12 @@ class _Lease:
     def close(self) -> None:
         self.region.close()
         self.client.close()
+
+
+def _give_back(asked: Future[_Lease]) -> None:
+    """Close the lease that a thread was asked for, if it got one."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().close()
 
 
 class AgentRegions:
@@ -68,10 +74,9 @@ class AgentRegions:
         return await asyncio.shield(task)
 
     async def _ask_until(self, url: str, deadline: float) -> _Lease | None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                lease = await loop.run_in_executor(self._threads, self._ask, url)
+                lease = await self._ask_in_thread(url)
             except MedusaError as error:
                 logger.debug("%s: %s", redacted(url), error)
                 if time.monotonic() > deadline:
@@ -84,6 +89,14 @@ class AgentRegions:
                 self._close(before)
             self._sweep_later()
             return lease
+
+    async def _ask_in_thread(self, url: str) -> _Lease:
+        asking = self._threads.submit(self._ask, url)
+        try:
+            return await asyncio.wrap_future(asking)
+        except asyncio.CancelledError:  # the thread goes on
+            asking.add_done_callback(_give_back)
+            raise
 
     def _ask(self, url: str) -> _Lease:
         """Take a lease of a region that the agent has or fetches. Blocks; call it in a thread. Raises MedusaError."""
