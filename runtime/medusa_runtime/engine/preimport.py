@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 # How many of oneDNN's compiled products are kept, by oneDNN itself and by torch. Each number of rows has its own, which
 # in 16 bits takes 0.7 MB and 0.7 ms: of the 1024 that are kept by default, prompts of many lengths make 700 MB.
 _PRODUCTS = 128
+COMPILED_PRODUCTS_BYTES = _PRODUCTS * 700_000
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 _PATIENCE_S = 1.0  # how long to wait for config.json, which is fetched while torch is imported

@@ -175,14 +175,14 @@ def plan_kv_cache(
         )
     step_tokens = settings.max_batched_tokens
     fitting = _fitting(planned, free_bytes, step_tokens, least)
-    if fitting.tokens < _least(fitting, settings):  # a start must not fail because of a record
+    if fitting.tokens < _least_tokens(fitting, settings):  # a start must not fail because of a record
         planned = replace(
             planned,
             activation_bytes=min(activation_bytes, planned.activation_bytes),
             graph_bytes=min(graph_bytes, planned.graph_bytes),
         )
         fitting = _fitting(planned, free_bytes, step_tokens, least)
-    smallest = _with_blocks(planned, -(-_least(planned, settings) // planned.block_tokens), step_tokens, least)
+    smallest = _with_blocks(planned, -(-_least_tokens(planned, settings) // planned.block_tokens), step_tokens, least)
     return _checked(replace(fitting, source=source), settings, remedy, smallest, free_bytes)
 
 
@@ -236,7 +236,7 @@ def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
     return theirs == (geometry.block_tokens, geometry.block_bytes, geometry.layout, geometry.dtype)
 
 
-def _least(planned: KvPlan, settings: Settings) -> int:
+def _least_tokens(planned: KvPlan, settings: Settings) -> int:
     """Return the fewest tokens that a cache may have: one sequence of the requested length, or else a block."""
     return planned.max_model_len if settings.max_model_len else min(planned.max_model_len, planned.block_tokens)
 
@@ -249,7 +249,7 @@ def _checked(
     ``smallest`` is the smallest plan that would do, and ``free_bytes`` what it has to fit in; without it, the size was
     given.
     """
-    least = _least(planned, settings)
+    least = _least_tokens(planned, settings)
     if planned.tokens < least:
         sequence = -(-least // planned.block_tokens) * planned.block_bytes
         found = f"the KV cache has room for {planned.tokens} tokens, but one sequence needs {least} ({_mib(sequence)})"

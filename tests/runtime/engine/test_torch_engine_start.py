@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,28 @@ def test_a_step_that_fails_ends_its_requests_but_not_the_engine(serve: Any, monk
         assert served.ask("Tokens flow").last.finish_reason == "error"
     served.thread.join(120)
     assert isinstance(served.errors[0], MedusaError)
+
+
+def test_room_is_left_for_what_a_cpu_with_16_bit_products_compiles(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_runtime.engine.torch import kv_size
+    from medusa_runtime.engine.torch.engine import TorchEngine
+    from medusa_runtime.kernels.cpu import FAST_IN_TORCH
+    from medusa_runtime.timeline import Timeline
+
+    region, settings = fill_region(checkpoint), Settings(device="cpu", dtype="bfloat16")
+    monkeypatch.setattr(kv_size, "memory_available_bytes", lambda: 100 << 20)
+
+    def start(*features: str) -> None:
+        found = SimpleNamespace(features=lambda: frozenset(features), FAST_IN_TORCH=FAST_IN_TORCH)
+        monkeypatch.setattr(kv_size, "cpu", found)
+        TorchEngine(region, settings, Timeline.create("engine")).close()
+
+    start("avx2")
+    with pytest.raises(ConfigError, match="give the container more memory"):
+        start("avx2", "amx_bf16")
+    region.close()
 
 
 def test_an_engine_that_replaces_another_has_its_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

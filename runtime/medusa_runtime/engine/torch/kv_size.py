@@ -11,7 +11,7 @@ import torch
 from ...checkpoint.index import WeightIndex
 from ...config import Settings
 from ...container_limits import memory_available_bytes
-from ...kernels import native
+from ...kernels import cpu, native
 from ...kernels.compiled import native_kernels
 from ...load.applier import Applier
 from ...models import ModelConfig
@@ -27,6 +27,7 @@ from ...state.kv_plan import (
     recorded_plan,
 )
 from ...timeline import Timeline
+from ..preimport import COMPILED_PRODUCTS_BYTES
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 # What grows after the plan on a CPU: the function's processes, compiled code, the allocator's slack. Measured
@@ -116,17 +117,18 @@ def kv_plan(
             item_bytes=dtype.itemsize,
         ),
         recorded=recorded_plan(region) if layers in (None, config.num_layers) else None,  # it is for all layers
-        least=_least(region, config, settings) if device_free_bytes is None else None,
+        least=_least(region, config, settings, sizes.dtype) if device_free_bytes is None else None,
         remedy="give the container more memory"
         if device_free_bytes is None
         else "use a larger GPU, or end what else runs on this one",
     )
 
 
-def _least(region: Region, config: ModelConfig, settings: Settings) -> Least:
+def _least(region: Region, config: ModelConfig, settings: Settings, dtype: str) -> Least:
     """Return what a start on a CPU needs at least. The tokenizer is read beside the plan."""
     tokenizer_bytes = _TOKENIZER_FACTOR * len(region.file("tokenizer.json") or b"")
-    return Least(_LEAST_MARGIN_BYTES + tokenizer_bytes, logits_bytes(settings, config.vocab_size))
+    products_bytes = COMPILED_PRODUCTS_BYTES if cpu.features() & cpu.FAST_IN_TORCH[dtype] else 0
+    return Least(_LEAST_MARGIN_BYTES + tokenizer_bytes + products_bytes, logits_bytes(settings, config.vocab_size))
 
 
 def previous_kv_tokens(timeline: Timeline) -> int | None:
