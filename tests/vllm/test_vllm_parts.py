@@ -183,9 +183,10 @@ def test_vllm_has_the_variables_that_a_user_has_set_and_on_a_gpu_some_of_ours(
     ("given", "found"), [("", "medusa"), ("mine,other", "mine,other,medusa"), ("medusa,mine", "medusa,mine")]
 )
 def test_plugins_that_a_user_names_are_called_beside_ours(
-    monkeypatch: pytest.MonkeyPatch, given: str, found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, found: str
 ) -> None:
     """vLLM's processes know our loaders by our plugin alone."""
+    install(tmp_path, monkeypatch, "0.32.0")
     monkeypatch.setattr(os, "environ", {"VLLM_PLUGINS": given})
     set_variables()
     assert os.environ["VLLM_PLUGINS"] == found

@@ -154,7 +154,8 @@ def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, m
     served = serve()
     expected = scores(served, PROMPTS[3], 3)
     go_on, asked = threading.Event(), threading.Event()
-    decode_each = served.engine._tokenizer.decode_each
+    token_texts = served.engine._tokenizer.texts
+    decode_each = token_texts._decode_each
 
     def wait(sequences: list[list[int]]) -> list[str]:
         asked.set()
@@ -162,7 +163,7 @@ def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, m
         texts: list[str] = decode_each(sequences)
         return texts
 
-    monkeypatch.setattr(served.engine._tokenizer, "decode_each", wait)
+    monkeypatch.setattr(token_texts, "_decode_each", wait)
     params = SamplingParams(prompt_logprobs=3, max_tokens=20, temperature=0, ignore_eos=True)
     with connected(served, tmp_path) as client:
         try:
@@ -188,7 +189,7 @@ def test_a_request_whose_texts_cannot_be_made_ends_with_an_error(
     def fail(sequences: list[list[int]]) -> list[str]:
         raise RuntimeError("no text")
 
-    monkeypatch.setattr(served.engine._tokenizer, "decode_each", fail)
+    monkeypatch.setattr(served.engine._tokenizer.texts, "_decode_each", fail)
     with connected(served, tmp_path) as client:
         params = SamplingParams(prompt_logprobs=3, max_tokens=400, temperature=0, ignore_eos=True)
         with pytest.raises(EngineError, match="the texts of the prompt's tokens could not be made: no text"):
