@@ -92,7 +92,7 @@ class Cluster:
 
     def _update_instances(self, node: KnownNode) -> None:
         """Compare the instances in a node's status with the known ones."""
-        shown = self._own_instances(node)
+        shown, before = self._own_instances(node), self._routed(node)
         for instance_id, item in shown.items():
             instance = self.state.instances.get(instance_id)
             if item["state"] == "failed":
@@ -125,18 +125,19 @@ class Cluster:
             if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
                 ended = "ended" if instance.state == "draining" else "is gone"
                 self.state.forget_instance(instance, "instance-ended", f"{instance.id} {ended}")
-        self._publish_changes(node)
+        # Most statuses say nothing that is new to gateways. Who else changes an instance updates the routes, too.
+        place = node.url, node.status.get("state")
+        if place != node.routed or self._routed(node) != before:
+            node.routed = place
+            self.state.publish()
 
-    def _publish_changes(self, node: KnownNode) -> None:
-        """Update the routes, unless a node's status is in them already: most say nothing that is new to gateways."""
-        routed = [
+    def _routed(self, node: KnownNode) -> list[tuple[object, ...]]:
+        """Return what the routes depend on of a node's instances."""
+        return [
             (item.id, item.state, item.rank, item.loading, item.helping)
             for item in self.state.instances.values()
             if item.node == node.name
         ]
-        if (found := (node.url, node.status.get("state"), routed)) != node.routed:
-            node.routed = found
-            self.state.publish()
 
     def _own_instances(self, node: KnownNode) -> dict[str, Mapping[str, Any]]:
         """Return the instances in a node's status by id, without those of other nodes, after one event for these."""

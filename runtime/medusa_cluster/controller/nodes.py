@@ -72,7 +72,7 @@ class KnownNode:
     drained_reported: bool = False
     spare: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (URL of a model, peer) that an event was logged for
-    routed: tuple[Any, ...] = ()  # what the routes have of its last status
+    routed: tuple[Any, ...] = ()  # its URL and state in the routes
     starts: dict[str, dict[str, float]] = field(default_factory=dict)  # id of an instance in the status → its start
 
     @property

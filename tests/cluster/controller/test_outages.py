@@ -169,6 +169,25 @@ def test_an_instance_that_has_served_before_the_controller_started_is_started_ag
     run(scenario, "a")
 
 
+def test_a_node_that_is_back_as_it_was_is_in_the_routes_again(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until_async(lambda: [item["state"] for item in routed(cluster)] == ["ready"])
+        (instance,), before = cluster.state.instances.values(), routed(cluster)
+        await until_async(lambda: instance.confirmed)  # by the node's status, in which it is from now on
+        node = cluster.state.nodes["a"]
+        cluster.state.lose_node(node)
+        assert not routed(cluster)
+        cluster._apply_status(node)
+        assert routed(cluster) == before
+
+    def routed(cluster: Cluster) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = cluster.state.routes.current["models"]["m"]["instances"]
+        return found
+
+    run(scenario, "a")
+
+
 def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         execution: Any = cluster.execution
