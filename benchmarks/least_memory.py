@@ -39,7 +39,7 @@ _AT_ONCE = 8
 
 
 class Try(NamedTuple):
-    """What became of an instance: "serves", "refused" or "ran out", its context in tokens, and the memory it took."""
+    """The outcome of a start ("serves", "refused" or "ran out"), its context in tokens, and the memory taken."""
 
     outcome: str
     tokens: int

@@ -1,6 +1,6 @@
-"""What a node server reads of its instances: how long a start took and what became of a group, load and capacity.
+"""Readers of an instance's pages: how long its start took, the end of its group, its load and its capacity.
 
-The former is in their timelines. The latter (BlitzScale §5.3) is in the metrics of those with requests.
+The first two are in its timeline, the others (BlitzScale §5.3) in its metrics, if it has requests.
 """
 
 from __future__ import annotations

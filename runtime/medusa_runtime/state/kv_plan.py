@@ -106,7 +106,7 @@ class Geometry:
 
 
 class Least(NamedTuple):
-    """What a start needs at least, where memory is short.
+    """The least that a start needs, where memory is short.
 
     ``margin_bytes`` stay free. ``logits_bytes`` is the part of a forward's need that does not grow with its tokens. The
     rest does, and a forward has at most as many tokens as the cache.

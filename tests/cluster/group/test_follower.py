@@ -112,7 +112,7 @@ def test_a_worker_is_released_after_the_one_before_it_has_gone(forming: Forming)
 def test_a_release_is_read_by_a_worker_to_which_the_leader_has_seemed_silent(
     group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As to one that stood still: its thread may look at the clock before another one has read what came meanwhile."""
+    """A worker that stood still may look at the clock before another of its threads has read what came meanwhile."""
     monkeypatch.setattr(follower, "_GRACE_S", 60.0)
     greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     port = free_port()

@@ -2,7 +2,7 @@ import json
 
 
 def handle(request):
-    """What came, and the answer that the query asks for."""
+    """Return the request's body, or the answer that its query names."""
     what = request.query.get("what", "echo")
     if what == "echo":
         return request.json
