@@ -151,8 +151,8 @@ def _entry(name: str, tensor: str, raw: Any) -> HeaderEntry:
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
         raise CorruptError(
-            f"{name}: tensor {short_repr(tensor)}: {dtype} of shape {shape} takes {bits / 8:g} bytes, "
-            f"but its offsets {[start, stop]} hold {stop - start}"
+            f"{name}: tensor {short_repr(tensor)}: {dtype} of shape {shape} takes {short_repr(bits)} bits, "
+            f"but its offsets {[start, stop]} hold {(stop - start) * 8}"
         )
     return HeaderEntry(start, stop, dtype, tuple(shape))
 
