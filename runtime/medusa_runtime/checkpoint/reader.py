@@ -217,8 +217,6 @@ class _Reader:
 
     def _other_names(self) -> str:
         """Return, for a message, what a local folder has instead. Remote stores are not listed."""
-        from ..storage.local import LocalStore
-
         folder = self._store.local_path("") if type(self._store) is LocalStore else None
         try:
             names = sorted(entry.name for entry in folder.iterdir()) if folder is not None else []

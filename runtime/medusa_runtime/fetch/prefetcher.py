@@ -166,9 +166,9 @@ class FetchOptions:
     owner: RegionOwner | None
     bundle: OpenBundle | None
     load: LoadPriority
-    sources: SourcesStore | None = None
-    peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
-    uploads: Uploads | None = None
+    sources: SourcesStore | None
+    peers_chunk_bytes: int | None  # the chunk size of the peers' regions
+    uploads: Uploads | None
 
     def is_on_gpu(self, files: Mapping[str, bytes]) -> bool:
         """Return whether an engine copies the weights of a checkpoint with these small files to a GPU meanwhile."""

@@ -171,7 +171,7 @@ class Schedule:
         released = self._writer.released_bytes
         if self._next < self._furthest or not (released or self._most_ahead < math.inf):
             return False
-        most = UNRELEASED_BYTES + self._chunks.largest_tensor_bytes if released else self._most_ahead
+        most = UNRELEASED_BYTES + self._writer.index.largest_tensor_bytes if released else self._most_ahead
         if self._writer.fetched_bytes - released > most:
             return True
         return self._handed_out_bytes - released > most + UNRELEASED_BYTES
@@ -225,10 +225,7 @@ class Schedule:
 
     def awaited(self) -> list[int]:
         """Return the chunks that forwards wait for and that are not there."""
-        demanded = dict.fromkeys(
-            chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count
-        )
-        return [chunk for chunk in demanded if not self._writer.present(chunk)]
+        return [chunk for run in self._writer.demanded() for chunk in run if not self._writer.present(chunk)]
 
     def stragglers(self, *, patient: bool = False) -> list[InFlightRange]:
         """Return the late ranges that may be hedged now, first those that a forward waits for.

@@ -155,10 +155,6 @@ class Streams:
             self._changed.clear()
             self._open_connections(connections)
 
-    @property
-    def _chunk_bytes(self) -> int:
-        return self._writer.chunks.chunk_bytes
-
     def _peer_connections(self) -> int | None:
         """Return the number of connections that peers should be read with, or None without peers."""
         return None if self._peers is None else self._peers.connections
@@ -272,7 +268,7 @@ class Streams:
                 return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
             short = busy > _BUSY * min(self._target, cpu_count())  # CPU time is short; the connections could bring more
-            crowded = rate / self._target * _CHUNK_S < self._chunk_bytes
+            crowded = rate / self._target * _CHUNK_S < self._writer.chunks.chunk_bytes
             if (short and rate < before * _LOSS) or (crowded and rate < before * _GAIN):
                 self._target = fewer
             if short or count is None or rate / self._target > _FAST_BYTES_PER_S or rate < before * _GAIN:

@@ -57,10 +57,6 @@ class Chunks:
         entry = self._index.tensors[name]
         return self.covering(entry.shard, entry.start, entry.stop)
 
-    @property
-    def largest_tensor_bytes(self) -> int:
-        return self._index.largest_tensor_bytes
-
     def size(self, chunk: int) -> int:
         """Return the size of a chunk in bytes."""
         return self._short.get(chunk, self.chunk_bytes)

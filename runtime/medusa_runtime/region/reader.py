@@ -492,4 +492,4 @@ class Region:
         self._shard_fds = ()
 
 
-__all__ = ["Progress", "Region", "State"]
+__all__ = ["Progress", "Region"]

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class RegionWriter:
     """Lays a region out, hands out the memory of its chunks, and publishes them. ``publish`` is thread-safe.
 
-    ``demand`` holds the readers' requests. ``chunks`` and ``late_files`` exist once the region is laid out.
+    ``demand`` holds the readers' requests. ``index``, ``chunks`` and ``late_files`` exist once the region is laid out.
     """
 
+    index: WeightIndex
     chunks: Chunks
     late_files: LateFiles
 
@@ -59,11 +60,6 @@ class RegionWriter:
         Receiving into a page that does not exist yet costs a fault and a page of zeros. A write costs neither.
         """
         return self._sealed_early or self._memory.reserved_bytes >= self._memory.words[Word.REGION_BYTES] > 0
-
-    @property
-    def index(self) -> WeightIndex:
-        """The index that was laid out."""
-        return self._index
 
     @property
     def state(self) -> State:
@@ -113,7 +109,7 @@ class RegionWriter:
         words[Word.STARTED_NS] = time.monotonic_ns()
         self._raise_watermark()
         words[Word.STATE] = State.INDEXED
-        return self._index
+        return self.index
 
     def _begin(
         self,
@@ -141,7 +137,7 @@ class RegionWriter:
 
             words[Word.INDEX_CHECKSUM] = checksum_of_index(plan.index_text, files)
         words[Word.REGION_BYTES] = plan.size_bytes  # last, because it says that the layout is complete
-        self._index = index
+        self.index = index
         return plan.chunks
 
     def _continue(self, index: WeightIndex) -> Chunks:
@@ -155,7 +151,7 @@ class RegionWriter:
                 f"the checkpoint changed while it was read: expected the version that was begun, "
                 f"found another one of {', '.join(changed) or 'its files'}; start again"
             )
-        self._index = found
+        self.index = found
         return Chunks(found, words[Word.CHUNK_BYTES])
 
     @property
@@ -217,7 +213,7 @@ class RegionWriter:
     def _offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region."""
         shard, start, _ = self.chunks.shard_range(chunk)
-        return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
+        return self._memory.words[Word.DATA_OFFSET] + self.index.shards[shard].offset + start
 
     def publish(self, chunk: int, checksum: int | None = None) -> None:
         """Let readers have a chunk whose bytes are complete. In a region with checksums, ``checksum`` is needed."""
@@ -264,8 +260,8 @@ class RegionWriter:
 
         if self._compiled is None:
             return None
-        shard = next(number for number, shard in enumerate(self._index.shards) if shard.name == key)
-        data_start = self._index.shards[shard].data_start
+        shard = next(number for number, shard in enumerate(self.index.shards) if shard.name == key)
+        data_start = self.index.shards[shard].data_start
         chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
         at = self._offset(chunks.start)
         populate = at + stop - start > self._memory.reserved_bytes

@@ -142,9 +142,8 @@ class FsspecStore:
         version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name)), None)
         return ObjectInfo(size, version or size_as_version(size))
 
-    def _check(self, key: str, version: str | None) -> ObjectInfo:
+    def _require_validator(self, key: str, version: str | None) -> None:
         require_validator(self.name(key), version, "an ETag nor a date of change")
-        return self._compare(key, version)
 
     def _compare(self, key: str, version: str | None) -> ObjectInfo:
         """Look an object up anew. Raises ObjectChangedError if it has another version than the given one."""
@@ -157,7 +156,8 @@ class FsspecStore:
         return info
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        info = self._check(key, version)
+        self._require_validator(key, version)
+        info = self._compare(key, version)
         stop = min(stop, info.size)
         if start >= stop:
             return b"", info
@@ -187,12 +187,12 @@ class FsspecStore:
         length: int | None = None,
     ) -> None:
         """Fill the buffer in pieces of 4 MiB, since fsspec returns the bytes in memory of its own."""
-        require_validator(self.name(key), version, "an ETag nor a date of change")
+        self._require_validator(key, version)
         piece = 4 << 20
         for at in range(0, len(buffer), piece):
             end = min(at + piece, len(buffer))
             buffer[at:end] = self._range(key, start + at, start + end)
-        self._check(key, version)
+        self._compare(key, version)
         if advance:
             advance(len(buffer))
 

@@ -42,7 +42,8 @@ class LocalStore:
                 meant = f"; did you mean hf://{url}?"
             raise ObjectNotFoundError(f"{shown}: expected a folder with {holds}, found {found}{meant}")
 
-    def _open(self, key: str) -> int:
+    def descriptor(self, key: str) -> int:
+        """Open the object's file, and return the descriptor, which the caller closes."""
         path = self._folder / key
         try:
             fd = self._open_file(key)
@@ -63,19 +64,15 @@ class LocalStore:
     def _open_file(self, key: str) -> int:
         return os.open(self._folder / key, OPEN_FLAGS)
 
-    def descriptor(self, key: str) -> int:
-        """Open the object's file, and return the descriptor, which the caller closes."""
-        return self._open(key)
-
     def stat(self, key: str) -> ObjectInfo:
-        fd = self._open(key)
+        fd = self.descriptor(key)
         try:
             return _info(fd)
         finally:
             os.close(fd)
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        fd = self._open(key)
+        fd = self.descriptor(key)
         try:
             info = _info(fd)
             self._check(key, info, version)
@@ -95,7 +92,7 @@ class LocalStore:
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        fd = self._open(key)
+        fd = self.descriptor(key)
         try:
             info = _info(fd)
             self._check(key, info, version)
