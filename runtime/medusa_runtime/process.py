@@ -62,7 +62,13 @@ class ReportPipe:
         pipe.read_fd, pipe.write_fd = -1, write_fd
         return pipe
 
-    def send(self, process: str, error: MedusaError) -> None:
+    def send(self, process: str, error: BaseException) -> None:
+        """Report an error. One that is neither ours nor about a limit is also logged, with its traceback."""
+        if not isinstance(error, MedusaError):
+            known = as_limit_error(error)
+            if known is None:
+                logger.error("%s failed", process, exc_info=error)
+            error = known or MedusaError(f"{process} failed: {type(error).__name__}: {error}")
         process, message = process[:_LONGEST_NAME], str(error)[:_LONGEST_REPORT_BYTES]
         while len(line := json.dumps([process, error.code, message])) > _LONGEST_REPORT_BYTES:
             message = message[: len(message) * 7 // 8] + "…"
@@ -128,11 +134,8 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
         status = 1
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
-    except BaseException as error:
-        known = as_limit_error(error)
-        if known is None:
-            logger.exception("%s failed", name)
-        reports.send(name, known or MedusaError(f"{name} failed: {type(error).__name__}: {error}"))
+    except BaseException as error:  # noqa: BLE001  it is reported, and the process ends
+        reports.send(name, error)
     finally:
         try:
             sys.stdout.flush()

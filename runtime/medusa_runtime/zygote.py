@@ -28,7 +28,7 @@ from .device.choice import choose, warn_without_effect
 from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
-from .errors import EngineError, MedusaError
+from .errors import EngineError
 from .liveness import LOOK_S, Heartbeats
 from .process import ReportPipe, fork
 from .region.reader import Region
@@ -226,7 +226,7 @@ def run_engine(
     def announce() -> None:
         try:
             engine.wait_ready()
-        except MedusaError as error:
+        except Exception as error:  # noqa: BLE001  an engine that never gets ready must end, whatever the reason
             reports.send("engine", error)
             stop.set()
             return

@@ -1,4 +1,4 @@
-"""What a zygote does with engines that end: by a signal before they are ready, or asking for another one."""
+"""What a zygote does with engines that end: by a signal, asking for another one, or because they cannot get ready."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Engine:
         counter.write_text(counter.read_text() + "x")
         {end}
     def run(self, stop):
-        pass
+        stop.wait(30)
     def wait_ready(self):
-        pass
+        {ready}
     def close(self):
         pass
 """
@@ -49,15 +49,16 @@ try:
 except MedusaError as error:
     print(error)
     status = 3
+print(*process["reports"].read())
 sys.exit(status)
 """
 
 
-def engines(folder: Path, end: str) -> tuple[int, str, int]:
+def engines(folder: Path, end: str = "pass", ready: str = "pass") -> tuple[int, str, int]:
     """The zygote's status and output, and how many engines it forked."""
     counter = folder / "counter"
     counter.write_text("")
-    (folder / "engine_that_ends.py").write_text(ENGINE.format(counter=str(counter), end=end))
+    (folder / "engine_that_ends.py").write_text(ENGINE.format(counter=str(counter), end=end, ready=ready))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     command = [sys.executable, "-c", ZYGOTE]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -76,3 +77,9 @@ def test_an_engine_may_ask_once_for_another(tmp_path: Path) -> None:
     status, said, forked = engines(tmp_path, "os._exit(75)")
     assert (status, forked) == (75, 2)
     assert said.count("--graphs capture has no effect on a CPU") == 1
+
+
+def test_an_engine_that_cannot_become_ready_for_an_unknown_reason_ends_and_reports_it(tmp_path: Path) -> None:
+    status, said, forked = engines(tmp_path, ready="raise RuntimeError('torch has no such kernel')")
+    assert (status, forked) == (0, 1)
+    assert "engine failed: RuntimeError: torch has no such kernel" in said
