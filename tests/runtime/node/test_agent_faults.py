@@ -259,3 +259,24 @@ def test_a_function_that_learns_of_a_lost_model_while_it_takes_an_engine_starts_
     attachment.close()
     reports.close()
     timeline.close()
+
+
+def test_a_look_at_a_store_has_as_little_memory_as_a_fetch(start_node: Start, put_model: Put, origin: Any) -> None:
+    """The store may be a stranger's, which sends more at each look."""
+    node = start_node("--look-every-s", "0.2")
+    with closing(node.client()) as client:
+        client.region(put_model("m")).close()
+        node.until(lambda: node.status()["fetches"]["done"] == 1)
+        hold = threading.Event()
+        origin.accept = lambda *_: hold.wait(60)
+
+        def limits() -> tuple[str, str]:
+            found = (pid for pid, name in node.children().items() if name == "revalidate")
+            process = next((Path(f"/proc/{pid}") for pid in found), Path("/proc/self"))
+            lines = (process / "limits").read_text().splitlines()
+            data = next(line.split()[3] for line in lines if line.startswith("Max data size"))
+            return data, (process / "oom_score_adj").read_text().strip()
+
+        node.until(lambda: limits()[0] != "unlimited" and limits()[1] == "900")
+        assert int(limits()[0]) < 2 << 30
+        hold.set()

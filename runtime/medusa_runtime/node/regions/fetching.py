@@ -236,7 +236,7 @@ class _Fetch(NamedTuple):
         entry, settings, channel = self.entry, self.settings, self.channel
         folder = entry.folder
         cluster = self.cluster if folder is None else None
-        _limit_memory()
+        limit_memory()
         from ...fetch.prefetcher import prefetch
         from ...state.restore import BundleRestorer
 
@@ -286,7 +286,8 @@ def _open_folder(key: str, folder: Folder) -> FolderStore:
     return FolderStore(split_url(key)[0], folder.fd, confined=folder.identity is not None and folder.identity.confined)
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
+    """Limit this process's own memory, before it reads what a store sends."""
     limit = used_bytes(resource.RLIMIT_DATA) + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:

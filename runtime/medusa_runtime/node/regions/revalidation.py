@@ -10,14 +10,14 @@ from collections.abc import Callable
 from functools import partial
 
 from ...errors import MedusaError
-from ...process import ReportPipe
+from ...process import ReportPipe, end_first
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
 from ..callers.policy import Policy
 from ..child import REAPER, Child, close_others, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
-from .fetching import open_store_of
+from .fetching import limit_memory, open_store_of
 from .pool import RegionPool
 from .region_entry import RegionEntry
 
@@ -105,6 +105,8 @@ class Revalidation:
 
 def _run(entry: RegionEntry, policy: Policy, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
     close_others(channel.fileno(), entry.region.fd, timeline.fd, reports.write_fd)
+    end_first()
+    limit_memory()
     os.nice(_NICE)
     from ...checkpoint.reader import open_checkpoint
 
