@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_runtime.checkpoint.header import PREFIX_BYTES
@@ -20,14 +19,12 @@ from medusa_runtime.load.views import Views
 from medusa_runtime.region.reader import Region
 
 
-def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = None) -> None:
+def write_safetensors(region: Region, path: Path) -> None:
     """Write all tensors of a region to ``path``, which appears when it is complete. Wait for those not fetched yet.
 
-    They are written in ``order``, which may be a recorded one (``trace.py``), or else in the index's order. Raises
-    OSError, and the error with which the fetch failed.
+    Raises OSError, and the error with which the fetch failed.
     """
     index = region.wait_index()
-    index = index if order is None else index.reordered(order)
     views = Views(region)
     sizes: dict[str, int] = {}
     for name in index.order:

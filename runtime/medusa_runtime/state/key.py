@@ -159,17 +159,13 @@ def _gpu_names() -> str:
 
 
 @cache
-def _driver() -> str:
+def driver_version() -> str:
+    """Return the GPU driver's version; ``none`` without a driver, or if it does not report one."""
     try:
         match = re.search(r"\s(\d+(?:\.\d+)+)\s", (_NVIDIA / "version").read_text())
     except OSError:
         match = None
     return match[1] if match else "none"
-
-
-def driver_version() -> str:
-    """Return the GPU driver's version; ``none`` without a driver, or if it does not report one."""
-    return _driver()
 
 
 FACTS: dict[str, Callable[[Subject], str]] = {
@@ -180,7 +176,7 @@ FACTS: dict[str, Callable[[Subject], str]] = {
     "python": lambda _: sys.implementation.cache_tag,
     "isa": lambda _: isa(),
     "gpu": gpu,
-    "driver": lambda _: _driver(),
+    "driver": lambda _: driver_version(),
     "dtype": dtype,
     "max_model_len": max_model_len,
     "max_batched_tokens": lambda subject: str(subject.settings.max_batched_tokens),

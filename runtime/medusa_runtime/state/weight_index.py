@@ -52,10 +52,6 @@ class RecordedIndex:
         start, digest = self.directories[name]
         return ArchiveRecord(shard.size_bytes, start, digest, tensors)
 
-    @property
-    def versions(self) -> list[str | None]:
-        return [shard.version for shard in self.index.shards]
-
     def checksums_for(self, index: WeightIndex) -> Checksums | None:
         """Return the checksums for a fetch of ``index``, which has the same layout; None if none can be used here."""
         algorithm = next(
@@ -63,8 +59,8 @@ class RecordedIndex:
         )
         if algorithm is None:
             return None
-        same = [shard.version for shard in index.shards] == self.versions
-        return Checksums(algorithm, self.chunk_bytes, self.checksums[algorithm], pinned=same)
+        here, recorded = ([shard.version for shard in one.shards] for one in (index, self.index))
+        return Checksums(algorithm, self.chunk_bytes, self.checksums[algorithm], pinned=here == recorded)
 
     def to_bytes(self) -> bytes:
         document = {

@@ -163,7 +163,7 @@ def test_gpus_are_named_without_touching_them(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(key, "_NVIDIA", tmp_path)
     monkeypatch.setattr(key, "_DEVICES", tmp_path)
     found = key._gpu_names.__wrapped__
-    assert (found(), key._driver.__wrapped__()) == ("none", "none")
+    assert (found(), key.driver_version.__wrapped__()) == ("none", "none")
     (tmp_path / "nvidia0").touch()
     assert found() == "of unknown name"
     for number, name in enumerate(("NVIDIA H200", "NVIDIA L4")):
@@ -173,5 +173,5 @@ def test_gpus_are_named_without_touching_them(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version:\n"
     )
-    assert (found(), key._driver.__wrapped__()) == ("NVIDIA H200, NVIDIA L4", "570.86.15")
+    assert (found(), key.driver_version.__wrapped__()) == ("NVIDIA H200, NVIDIA L4", "570.86.15")
     assert Facts(subject(device="cpu"))["gpu"] == "none"

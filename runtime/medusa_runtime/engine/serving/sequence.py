@@ -14,7 +14,7 @@ from .transcript import Transcript
 
 if TYPE_CHECKING:
     from ..structured.constraint import Constraint
-    from ..torch.adapter import Adapter
+    from ..torch.adapters import Adapter
     from ..torch.penalties import Adjustment
 
 

@@ -17,11 +17,25 @@ from ...models.layers.lora import AdaptedLayer, AdapterStep, Pairs
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..serving.sequence import Sequence, Span
-from .adapter import Adapter
 
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.25  # how often a call that waits checks whether it was cancelled
+
+
+class Adapter:
+    """One adapter. When ``loaded`` is set, it has ``pairs`` or an ``error``.
+
+    ``number`` is unique in the engine; a step's spans are sorted by it.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.pairs: Pairs | None = None
+        self.size_bytes = 0
+        self.error: MedusaError | None = None
+        self.loaded = threading.Event()
 
 
 class Adapters:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
-_LARGEST_BYTES = 64 << 30
 _MEMORY_SHARE = 0.25
 
 
@@ -102,7 +101,7 @@ class Bundle:
 
 def check_size(artifact: Artifact) -> int:
     """Return the blob's size. Raises StateError if it would take too much of the free memory."""
-    if artifact.size > (room := min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)):
+    if artifact.size > (room := int(memory_available_bytes() * _MEMORY_SHARE)):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
     return artifact.size
 
