@@ -136,13 +136,13 @@ class NodeServer:
         self._agent.begin()
         self._ray.begin()
         self._watchdog.start()
-        actor = PingWatchdog("the node actor", settings.actor_socket, _HUNG_S)
+        actor = PingWatchdog("the node actor", settings.actor_socket, _HUNG_S, "ray::NodeActor")
         readers = (TimelineReader(self._instances).run(), MetricsReader(self._instances).run())
         works = (self._watch_processes(), self._announce_ready(), *readers, actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
-            watch = PingWatchdog("the controller", settings.controller_socket, _HUNG_S)
+            watch = PingWatchdog("the controller", settings.controller_socket, _HUNG_S, "ray::Controller")
             self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
             encrypted = " --tls" if settings.makes_certificates else ""
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE{encrypted}")

@@ -48,7 +48,8 @@ def test_an_actor_of_which_one_loop_hangs_is_killed_within_three_seconds(tmp_pat
         assert actor.stdout.readline() == "works\n"
 
         async def hang() -> float:
-            watching = asyncio.create_task(PingWatchdog("the node actor", tmp_path / "actor.sock", 1.5).run())
+            watch = PingWatchdog("the node actor", tmp_path / "actor.sock", 1.5, "ray::NodeActor")
+            watching = asyncio.create_task(watch.run())
             await asyncio.sleep(4)
             assert actor.poll() is None
             actor.send_signal(signal.SIGUSR1)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from medusa_cluster.node.processes import ping_watchdog
 from medusa_cluster.node.processes.ping_watchdog import PingWatchdog
 from process_tree import Unloaded, alive, children, stopped
 from waiting import until
@@ -196,18 +200,64 @@ asyncio.run(run())
 """
 
 
+def watch_until_it_ends(controller: subprocess.Popen[str], path: Path) -> None:
+    async def watch() -> None:
+        watchdog = PingWatchdog("the controller", path, answers_within_s=0.5, title="ray::Controller")
+        watching = asyncio.create_task(watchdog.run())
+        while controller.poll() is None:
+            await asyncio.sleep(0.02)
+        watching.cancel()
+
+    try:
+        asyncio.run(watch())
+    finally:
+        controller.kill()
+    assert controller.wait() == -signal.SIGKILL
+
+
 def test_a_controller_that_hangs_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     with subprocess.Popen([sys.executable, "-c", CONTROLLER, path], stdout=subprocess.PIPE, text=True) as controller:
         assert line(controller) == "listening\n"
-
-        async def watch() -> None:
-            watching = asyncio.create_task(PingWatchdog("the controller", path, answers_within_s=0.5).run())
-            while controller.poll() is None:
-                await asyncio.sleep(0.02)
-            watching.cancel()
-
-        asyncio.run(watch())
-        assert controller.wait() == -signal.SIGKILL
+        watch_until_it_ends(controller, path)
         assert controller.stdout
         assert controller.stdout.read() == "ping\nping\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_controller_that_hangs_before_its_first_answer_is_killed(
+    tmp_path: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ping_watchdog, "_FIRST_ANSWER_S", 1.0)
+    path = tmp_path / "controller.sock"
+    silent = "print('starting', flush=True); import time; time.sleep(600)"
+    command = [sys.executable, "-c", CONTROLLER, path] if listens else ["ray::Controller.__init__", "-c", silent]
+    with subprocess.Popen(command, executable=sys.executable, stdout=subprocess.PIPE, text=True) as controller:
+        line(controller)
+        controller.send_signal(signal.SIGSTOP)
+        watch_until_it_ends(controller, path)
+
+
+@pytest.mark.timeout(60)
+def test_a_controller_that_hangs_while_many_wait_for_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    with (
+        subprocess.Popen([sys.executable, "-c", CONTROLLER, path], stdout=subprocess.PIPE, text=True) as controller,
+        ExitStack() as waiting,
+    ):
+        assert line(controller) == "listening\n"
+
+        def crowd() -> None:
+            assert line(controller) == "ping\n"  # and then it answers nobody
+            for _ in range(300):
+                one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                with suppress(BlockingIOError):
+                    one.connect(str(path))
+                    one.send(b'{"op": "status"}\n')
+
+        crowding = threading.Thread(target=crowd)
+        crowding.start()
+        watch_until_it_ends(controller, path)
+        crowding.join()

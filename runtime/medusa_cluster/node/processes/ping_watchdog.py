@@ -1,4 +1,4 @@
-"""A watch that kills a process of this node which no longer answers, so that Ray starts it again."""
+"""A watch that kills a process of this node which does not answer, or no longer, so that Ray starts it again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +16,7 @@ from pathlib import Path
 from medusa_runtime.errors import MedusaError
 
 from ...json_lines import call
+from .stopped import descendants, state
 
 logger = logging.getLogger(__name__)
 
@@ -21,61 +24,95 @@ _PING_S = 0.5
 _POLL_S = 0.1
 _LONGEST_POLL_S = 0.2  # the most that one poll counts: if it took longer, this process was held up itself
 _LONGEST_DISK_S = 10.0  # how long a process may wait for the disk
+_FIRST_ANSWER_S = 60.0  # Ray itself ends a process that has not registered with it by then
 
 
 class PingWatchdog:
-    """A watch that asks a process for its pid on its socket, again and again, and kills one that stops answering."""
+    """A watch that pings a process on its socket, again and again, and kills one that does not answer in time."""
 
-    def __init__(self, what: str, socket: Path, answers_within_s: float) -> None:
-        """Make a watch. ``what`` names the process in the log.
+    def __init__(self, what: str, socket: Path, answers_within_s: float, title: str) -> None:
+        """Make a watch. ``what`` names the process in the log. Ray's title of it begins with ``title``.
 
-        ``answers_within_s`` does not include time in which the process waited for a CPU, or up to 10 s for the disk.
+        The first answer may take a minute, and all others ``answers_within_s``. Neither includes time in which the
+        process waited for a CPU, or up to 10 s for the disk.
         """
         self._what = what
         self._socket = socket
         self._answers_within_s = answers_within_s
-        self._pid: int | None = None  # from the last answer; None if there was none
+        self._title = title.encode()
+        self._answered_pid: int | None = None  # the process that gave the last answer
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await self._ask()
+            pid = self._listener() or self._starting()
+            if pid is not None:
+                await self._check(pid)
             await asyncio.sleep(_PING_S)
 
-    async def _ask(self) -> None:
-        pid, self._pid = self._pid, None
-        asking = asyncio.create_task(call(self._socket, {"op": "ping"}))
+    async def _check(self, pid: int) -> None:
+        asking = asyncio.create_task(self._ask(pid))
         try:
-            if not await self._answered(asking, pid):
-                if pid is not None:
-                    logger.error("%s (process %d) hangs; killing it, so that it is started again", self._what, pid)
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                return
-            self._pid = int(asking.result())
-        except (OSError, MedusaError, ValueError):
-            return  # the process has ended, or is still starting
+            limit_s = self._answers_within_s if pid == self._answered_pid else _FIRST_ANSWER_S
+            if not await _done_within(limit_s, asking, pid):
+                logger.error("%s (process %d) hangs; killing it, so that it is started again", self._what, pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _answered(self, asking: asyncio.Task[object], pid: int | None) -> bool:
-        """Wait for the answer. Return whether it came in time."""
-        passed_s, disk_s, before = 0.0, 0.0, _cpu_waits_s(pid)
-        while passed_s - _longer_s(_cpu_waits_s(pid), before) < self._answers_within_s:
-            began = time.monotonic()
-            await asyncio.wait({asking}, timeout=_POLL_S)
-            if asking.done():
-                return True
-            polled_s = min(time.monotonic() - began, _LONGEST_POLL_S)
-            if disk_s < _LONGEST_DISK_S and _waits_for_disk(pid):
-                disk_s += polled_s
-            else:
-                passed_s += polled_s
-        return False
+    async def _ask(self, pid: int) -> None:
+        """Return when the process has answered, or has ended."""
+        while state(pid) not in ("", "Z"):
+            try:
+                await call(self._socket, {"op": "ping"})
+            except OSError:  # it does not listen yet, or too many others wait for it
+                await asyncio.sleep(_POLL_S)
+                continue
+            except (MedusaError, ValueError):
+                pass  # an answer, too
+            self._answered_pid = pid
+            return
+
+    def _listener(self) -> int | None:
+        """Return the process that listens on the socket, or None if there is none."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            try:
+                connection.connect(str(self._socket))
+            except BlockingIOError:  # as many wait for it as may
+                return self._answered_pid
+            except OSError:
+                return None
+            return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+    def _starting(self) -> int | None:
+        """Return the process that is to listen on the socket, or None if there is none."""
+        for pid in descendants():
+            with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if file.read(len(self._title)) == self._title:
+                    return pid
+        return None
 
 
-def _cpu_waits_s(pid: int | None) -> dict[str, float]:
+async def _done_within(limit_s: float, asking: asyncio.Task[None], pid: int) -> bool:
+    """Wait until the task is done. Return whether it was in time."""
+    passed_s, disk_s, before = 0.0, 0.0, _cpu_waits_s(pid)
+    while passed_s - _longer_s(_cpu_waits_s(pid), before) < limit_s:
+        began = time.monotonic()
+        await asyncio.wait({asking}, timeout=_POLL_S)
+        if asking.done():
+            return True
+        polled_s = min(time.monotonic() - began, _LONGEST_POLL_S)
+        if disk_s < _LONGEST_DISK_S and _waits_for_disk(pid):
+            disk_s += polled_s
+        else:
+            passed_s += polled_s
+    return False
+
+
+def _cpu_waits_s(pid: int) -> dict[str, float]:
     """Return how long each thread of a process has been ready to run without a CPU, by thread id.
 
     Empty if the kernel does not report it, or if there is no such process.
@@ -83,12 +120,12 @@ def _cpu_waits_s(pid: int | None) -> dict[str, float]:
     return {thread: int(text.split()[1]) / 1e9 for thread, text in _of_threads(pid, "schedstat")}
 
 
-def _waits_for_disk(pid: int | None) -> bool:
+def _waits_for_disk(pid: int) -> bool:
     """Return whether a thread of the process is in uninterruptible sleep, as when it waits for the disk."""
     return any(text.rpartition(b")")[2].split()[0] == b"D" for _, text in _of_threads(pid, "stat"))
 
 
-def _of_threads(pid: int | None, name: str) -> Iterator[tuple[str, bytes]]:
+def _of_threads(pid: int, name: str) -> Iterator[tuple[str, bytes]]:
     """Yield the id and the file ``name`` of each thread of a process, from /proc (proc(5)). Skips ended threads."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

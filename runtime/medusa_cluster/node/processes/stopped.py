@@ -19,13 +19,13 @@ class StoppedProcesses:
     """A watch over processes, by default over all descendants of this one. It leaves alone what a debugger holds."""
 
     def __init__(self, pids: Callable[[], list[int]] | None = None) -> None:
-        self._pids = pids or _descendants
+        self._pids = pids or descendants
         self._since: dict[int, float] = {}
 
     def check(self) -> None:
         """Kill the processes that were stopped at every check of the last 1.5 s."""
         now = time.monotonic()
-        stopped = [pid for pid in self._pids() if _state(pid) == "T"]
+        stopped = [pid for pid in self._pids() if state(pid) == "T"]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         for pid, since in self._since.items():
             if now - since > _STOPPED_S:
@@ -36,7 +36,8 @@ class StoppedProcesses:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
+    """Return the children of this process, their children, and so on."""
     found, pending = [], [os.getpid()]
     while pending:
         with suppress(OSError, ValueError):
@@ -47,7 +48,8 @@ def _descendants() -> list[int]:
     return found
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """Return the letter of a process's state, as in proc(5), or an empty string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
