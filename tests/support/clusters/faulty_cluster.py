@@ -6,10 +6,12 @@ import http.client
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -130,6 +132,13 @@ class FaultyCluster(LabCluster):
         """The processes of a node whose command line or name has these words."""
         return [pid for pid, line in self.lab.processes(node).items() if words in line or process_name(pid) == words]
 
+    def _medusa(
+        self, node: str, command: Sequence[str], log: Path, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        # The tests look at regions from outside of the nodes, which counts as another container.
+        allow = {"MEDUSA_NODE_ALLOW": f"{self.lab.origin_url}/={os.getuid()}"}
+        return super()._medusa(node, command, log, dict(more or {}) | allow)
+
     def signal(self, node: str, words: str, number: signal.Signals) -> list[int]:
         """Send a signal to these processes; there must be some."""
         found = self.pids(node, words)
@@ -151,8 +160,6 @@ class FaultyCluster(LabCluster):
 
 def start(lab: Laboratory, *flags: str) -> FaultyCluster:
     """A running cluster on a laboratory that has been entered."""
-    # The tests look at regions from outside of the nodes, which counts as another container.
-    allow = {"MEDUSA_NODE_ALLOW": f"{lab.origin_url}/={os.getuid()}"}
-    cluster = FaultyCluster(lab, ["--prewarm", "torch=0", *flags], allow)
+    cluster = FaultyCluster(lab, ["--prewarm", "torch=0", *flags])
     cluster.start()
     return cluster
