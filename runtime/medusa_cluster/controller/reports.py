@@ -132,6 +132,7 @@ _STATUS: dict[str, Check] = {
     **dict.fromkeys(("device_bytes", "devices_lost"), _number),
     **dict.fromkeys(("device_sizes", "device_free_bytes", "device_free_sizes"), _numbers),
     **dict.fromkeys(("link_bytes_per_s", "load_bytes_per_s"), _speed),
+    "pace_bytes_per_s": lambda value: value is None or _speed(value),
     "failed_fetches": _by_name(_text),
     **dict.fromkeys(("head", "devices_apart"), lambda value: isinstance(value, bool)),
     "models": _objects(

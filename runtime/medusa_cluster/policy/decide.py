@@ -77,7 +77,6 @@ class Memory:
 
     counted: CountMemory = field(default_factory=CountMemory)
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
-    paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
     requested: RequestNodes | None = _NONE_MISSING  # of the autoscaler; None: it may remember an earlier wish
     idle: IdleNodes = field(default_factory=IdleNodes)
@@ -156,7 +155,7 @@ class _Tick:
         for count in sorted(counts, key=self._choice):
             self._adjust(count)
         self._end_orphans()
-        slower, paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
+        slower = self._fetches.paces(self._options.paced_fraction)
         groups = self._consolidate()
         fetches = [*self._fetches.repair(), *self._fetches.decide()]
         decisions: list[Decision] = [
@@ -176,7 +175,6 @@ class _Tick:
         memory = Memory(
             counted,
             self._deadlines,
-            paces,
             frozenset(consolidated & self._index.groups.keys()),
             requested,
             idle,

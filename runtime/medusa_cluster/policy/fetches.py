@@ -68,22 +68,20 @@ class Fetches:
             repaired.append(Fetch(name, url, left, copy.pinned, copy.layers, "a source is gone"))
         return repaired
 
-    def paces(self, fraction: float, last: Mapping[str, float]) -> tuple[list[Pace], dict[str, float]]:
-        """Return the changes of limits for nodes that send weights beside serving traffic, and all that hold then.
-
-        ``last`` are the current limits.
+    def paces(self, fraction: float) -> list[Pace]:
+        """Return the changes of limits for nodes that send weights, for those that do so beside serving traffic.
 
         A paced stream leaves the link's queue empty, so serving traffic goes first, without privileges.
         """
         limits: dict[str, float] = {}
         for name in self._feeding():
             node = self.nodes.get(name)
-            if node is not None and (node.serves_out or any(instance.running for instance in node.instances)):
+            if node is None or node.state == "lost":
+                continue
+            if node.serves_out or any(instance.running for instance in node.instances):
                 limits[name] = node.link_bytes_per_s * fraction
-        changed = [Pace(name, limit) for name, limit in limits.items() if last.get(name) != limit]
-        ended = [Pace(name, None) for name in last if name not in limits and name in self.nodes]
-        gone = {name: limit for name, limit in last.items() if name not in self.nodes}
-        return changed + ended, gone | limits
+        changed = [Pace(name, limit) for name, limit in limits.items() if self.nodes[name].pace_bytes_per_s != limit]
+        return changed + [Pace(name, None) for name in sorted(self.index.paced - limits.keys())]
 
     def _routed(self, deployment: Deployment, wanted: dict[str, Fetch], feeding: dict[str, int]) -> list[Fetch]:
         url = deployment.url

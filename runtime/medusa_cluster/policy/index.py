@@ -46,6 +46,7 @@ class Index:
         self.is_short = False  # the memory cannot hold all deployed models
         self.free: dict[str, int] = {}  # node → free slots, if it has any: accelerators, or its processor without any
         self.free_processors: set[str] = set()  # nodes with accelerators on whose processor no instance computes
+        self.paced: set[str] = set()  # nodes that send weights with a limit, and can be told to
         self.touched: set[str] | None = None  # URLs whose copies the pool has to look at; None: all
         self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
         self.roomier = True  # a node may have more room than when the pool last found none
@@ -104,6 +105,8 @@ class Index:
         ]:
             last = seen.get(name)
             seen[name] = node
+            paced = node.pace_bytes_per_s is not None and node.state != "lost"
+            (self.paced.add if paced else self.paced.discard)(name)
             if last is None:
                 self.joined = True
                 self._by_link = self._by_name = None
@@ -115,6 +118,7 @@ class Index:
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
                 last = seen.pop(name)
+                self.paced.discard(name)
                 self._by_link = self._by_name = None
                 self._touch(last)
                 self._mark(last)

@@ -116,6 +116,7 @@ class Node:
     device_free_sizes: tuple[int, ...] = ()  # the memory of each of these; (): all have device_bytes
     serves_out: bool = False
     serves_in: bool = False
+    pace_bytes_per_s: float | None = None  # the limit for weights that it sends
     stays: bool = False  # no autoscaler may end it: the head
     spare: bool = False  # it drains because it was given back to the autoscaler
     copies: tuple[Copy, ...] = ()

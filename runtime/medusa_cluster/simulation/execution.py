@@ -12,6 +12,7 @@ from ..policy.state import (
     Decision,
     Drop,
     Fetch,
+    Pace,
     Pin,
     ResumeInstance,
     StartInstance,
@@ -61,6 +62,10 @@ class SimExecution:
                 self.touch(self._sim.nodes[decision.node])
         elif isinstance(decision, ChangeRole):
             self._turn(self.instances[decision.id])
+        elif isinstance(decision, Pace):
+            node = self._sim.nodes[decision.node]
+            node.show_pace(decision.bytes_per_s)
+            self._sim.changed[node] = None
 
     def cached_bytes(self) -> int:
         """Return the bytes of weights in host memory. What arrives in devices takes none, until its instance ends."""

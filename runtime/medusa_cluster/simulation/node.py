@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..policy.sizing import DEVICE_OVERHEAD_BYTES
 from ..policy.state import Copy, Instance, Layers, Node, Role
@@ -109,6 +109,7 @@ class SimNode:
         self.disk = Link(machine.store_bytes_per_s)
         self.copies: dict[str, SimCopy] = {}
         self.instances: dict[str, SimInstance] = {}
+        self._pace_bytes_per_s: float | None = None
         self.dirty = True
         self._always = always
         self._seen: Node | None = None
@@ -127,6 +128,12 @@ class SimNode:
         """Return whether an instance here uses these weights."""
         return any(f"m://{instance.name}" == url for instance in self.instances.values())
 
+    def show_pace(self, bytes_per_s: float | None) -> None:
+        """Show the policy a limit for the weights that are sent. It limits nothing: only weights are simulated."""
+        self._pace_bytes_per_s = bytes_per_s
+        if self._seen is not None:
+            self._seen = replace(self._seen, pace_bytes_per_s=bytes_per_s)
+
     def to_policy(self) -> Node:
         """Return the node as the policy sees it. It is the same object as long as nothing has changed."""
         if self._seen is not None and not self.dirty:
@@ -144,6 +151,7 @@ class SimNode:
             device_kind=machine.device,
             device_bytes=machine.device_bytes,
             device_free_bytes=(machine.device_bytes,) * (machine.devices - len(self.instances)),
+            pace_bytes_per_s=self._pace_bytes_per_s,
             copies=(*self._always, *(copy.to_policy() for copy in self.copies.values())),
             instances=tuple(instance.to_policy() for instance in self.instances.values()),
         )

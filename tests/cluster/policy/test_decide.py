@@ -283,6 +283,15 @@ def test_senders_that_serve_are_paced_while_they_send() -> None:
     assert of(Pace, decisions) == [Pace(instance.node, 42.5e6), Pace(instance.node, None)]
 
 
+def test_a_node_that_was_away_is_told_then_that_its_limit_has_ended() -> None:
+    cluster = ClusterModel(nodes(2, pace_bytes_per_s=42.5e6), [])
+    cluster.kill("n1")
+    assert cluster.tick() == [Pace("n0", None)]
+    assert not cluster.run(1)
+    cluster.nodes["n1"] = replace(cluster.nodes["n1"], state="alive")
+    assert cluster.run(1) == [Pace("n1", None)]
+
+
 def test_a_cold_model_starts_on_several_nodes_when_its_slo_needs_it() -> None:
     deployment = model(times=TIMES, layers=10, ttft_slo_s=1.0, tpot_slo_s=0.1)
     cluster = ClusterModel(nodes(6), [deployment], Options(largest_group=4, pool=False))

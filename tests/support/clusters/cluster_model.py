@@ -19,6 +19,7 @@ from medusa_cluster.policy.state import (
     Load,
     Node,
     NodeState,
+    Pace,
     Pin,
     ResumeInstance,
     SetSpare,
@@ -131,6 +132,8 @@ class ClusterModel:
             left = tuple(instance for instance in node.instances if instance.id != decision.id)
             assert len(left) < len(node.instances)
             self.nodes[node.name] = replace(node, instances=left)
+        elif isinstance(decision, Pace):
+            self.nodes[decision.node] = replace(self.nodes[decision.node], pace_bytes_per_s=decision.bytes_per_s)
         elif isinstance(decision, ResumeInstance):
             node = self.nodes[decision.node]
             resumed = (replace(i, state="ready") if i.id == decision.id else i for i in node.instances)
