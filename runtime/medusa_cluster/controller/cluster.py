@@ -70,7 +70,6 @@ class Cluster:
         self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
         self._obstacles = Obstacles(self.state)
-        self._claiming: set[str] = set()  # nodes whose last status had instances of other nodes
 
     # Background work.
 
@@ -144,11 +143,11 @@ class Cluster:
         shown = {item["id"]: item for item in node.status.get("instances", ())}
         known = self.state.instances
         foreign = {name: known[name].node for name in shown if name in known and known[name].node != node.name}
-        if foreign and node.name not in self._claiming:
+        if foreign and not node.claims:
             listed = ", ".join(f"{name} of {owner}" for name, owner in sorted(foreign.items())[:_MOST_LISTED])
             text = f"the node {node.name} reports instances of other nodes, which is ignored: {listed}"
             self.state.record_event("node-refused", text, node=node.name)
-        (self._claiming.add if foreign else self._claiming.discard)(node.name)
+        node.claims = bool(foreign)
         return {name: item for name, item in shown.items() if name not in foreign}
 
     def _learn_rate(self, node: KnownNode, instance: KnownInstance, tokens_per_s: float) -> None:

@@ -293,7 +293,7 @@ class Execution:
             "url": decision.url,
             "sources": [nodes[name].url for name in decision.sources if name in nodes],
             "pin": decision.pin,
-            "version": self._state.versions.current(decision.url, self._state.copies().get(decision.url, ())),
+            "version": self._state.versions.current(decision.url, self._state.copies().get(decision.url, {}).values()),
             **({} if layers is None else {"layers": layers}),
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""

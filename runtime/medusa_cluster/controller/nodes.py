@@ -59,6 +59,7 @@ class KnownNode:
     ``lost_at``: when it was lost. ``joined``: it has answered, and an order has reached it, at least once. ``reached``:
     an order has reached it since it is there. ``silent``: it serves requests, but orders do not reach it, because Ray
     is away there. ``spare``: it was given back to the autoscaler, which ends it once nothing runs there.
+    ``claims``: its last status had instances of other nodes.
     """
 
     name: str
@@ -71,6 +72,7 @@ class KnownNode:
     given_up: bool = False
     drained_reported: bool = False
     spare: bool = False
+    claims: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (URL of a model, peer) that an event was logged for
     routed: tuple[Any, ...] = ()  # its URL and state in the routes
     starts: dict[str, dict[str, float]] = field(default_factory=dict)  # id of an instance in the status → its start

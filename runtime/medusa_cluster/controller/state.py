@@ -146,13 +146,13 @@ class State:
             self.record_event("node-used", f"the node {name} is needed again", node=name)
         self.publish()
 
-    def copies(self) -> dict[str, list[Mapping[str, Any]]]:
-        """Return the copies of each model, at least in part, in the status of live nodes, by URL."""
-        found: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    def copies(self) -> dict[str, dict[str, Mapping[str, Any]]]:
+        """Return the copies of each model, at least in part, in the status of live nodes, by URL and node."""
+        found: defaultdict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
         for node in self.nodes.values():
             if node.lost_at is None:
                 for model in node.models():
-                    found[model["url"]].append(model)
+                    found[model["url"]][node.name] = model
         return found
 
     def leaving(self) -> set[str]:

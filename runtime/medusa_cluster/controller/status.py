@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..deployment import Deployment
@@ -25,11 +25,7 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
     offset = now - now_s
     loads = state.loads.summed(state.gateways.values(), now_s, state.deployments)
     transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
-    copies: defaultdict[str, list[str]] = defaultdict(list)  # URL → nodes that have the whole model
-    for node in state.nodes.values():
-        for copy in node.models() if node.lost_at is None else ():
-            if copy["state"] == "done":
-                copies[copy["url"]].append(node.name)
+    copies = state.copies()
     instances: defaultdict[str, list[KnownInstance]] = defaultdict(list)  # by model
     for instance in state.instances.values():
         instances[instance.model].append(instance)
@@ -37,7 +33,7 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
         "at": now,
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
         "models": [
-            _model(models, item, loads.get(name), copies[item.url], instances[name])
+            _model(models, item, loads.get(name), copies.get(item.url, {}), instances[name])
             for name, item in sorted(state.deployments.items())
         ],
         "transfers": transfers,
@@ -87,7 +83,7 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
 
 
 def _model(
-    models: Models, item: Deployment, load: Load | None, copies: list[str], instances: list[KnownInstance]
+    models: Models, item: Deployment, load: Load | None, copies: Mapping[str, Any], instances: list[KnownInstance]
 ) -> dict[str, Any]:
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
@@ -95,7 +91,7 @@ def _model(
         "instances": states.count("ready"),
         "starting": states.count("starting"),
         "wanted": len(states) - states.count("draining"),
-        "copies": copies,
+        "copies": [node for node, copy in copies.items() if copy["state"] == "done"],
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
         "tokens_per_s": load.decoded_per_s if load else 0.0,

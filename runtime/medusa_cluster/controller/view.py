@@ -47,7 +47,9 @@ def policy_state(
             if node.status
         },
         deployments={
-            name: _policy_deployment(item, state, models, live, copies.get(item.url, ()), processors[item.device])
+            name: _policy_deployment(
+                item, state, models, live, copies.get(item.url, {}).values(), processors[item.device]
+            )
             for name, item in state.deployments.items()
         },
         loads=_with_kv_use(loads, state.instances.values()),
@@ -102,6 +104,7 @@ def _policy_node(
         spare=node.spare,
         serves_out=any(item.helping and item.role == "prefill" and item.helps in decoding for item in instances),
         serves_in=any(item.id in decoding for item in instances),
+        pace_bytes_per_s=status.get("pace_bytes_per_s"),
         copies=_copies(node, fetches),
         instances=tuple(
             policy.Instance(

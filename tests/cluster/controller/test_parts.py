@@ -106,7 +106,11 @@ def test_copies_of_lost_nodes_do_not_count() -> None:
     state = State(ClusterPlan())
     for name, lost_at in (("a", None), ("b", 1.0), ("c", None)):
         state.nodes[name] = KnownNode(name, {"models": [_copy(name), {"url": f"u{name}"}]}, lost_at=lost_at)
-    assert state.copies() == {"u": [_copy("a"), _copy("c")], "ua": [{"url": "ua"}], "uc": [{"url": "uc"}]}
+    assert state.copies() == {
+        "u": {"a": _copy("a"), "c": _copy("c")},
+        "ua": {"a": {"url": "ua"}},
+        "uc": {"c": {"url": "uc"}},
+    }
 
 
 def test_hops_are_joined_into_chains() -> None:
