@@ -106,7 +106,8 @@ fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (hours
 	  tests/runtime/checkpoint tests/runtime/engine/test_frames_fuzz.py tests/handler/server/test_probe_acceptor_fuzz.py \
 	  tests/handler/server/test_headers_fuzz.py tests/handler/openai/test_tool_calls_fuzz.py tests/runtime/node/test_message_fuzz.py \
 	  tests/runtime/state/test_bundle_fuzz.py tests/cluster/group/test_hostile_workers.py \
-	  tests/cluster/controller/test_hostile_reports.py tests/cluster/simulation/test_hostile_files.py
+	  tests/cluster/controller/test_hostile_reports.py tests/cluster/simulation/test_hostile_files.py \
+	  tests/adapters/platforms/test_inference_fuzz.py
 
 check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff check .

@@ -10,44 +10,27 @@ import dataclasses
 import json
 import math
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from medusa_handler.contract import HttpError, Request, Response
 from medusa_runtime.errors import json_excerpt
 
+from .negotiation import with_body
+from .tensor_data import BINARY_LENGTH, DATATYPES, BinaryData, pack, wrong
+
 _CALL = re.compile("/v1/models/(?P<v1>.+):predict|/v2/models/(?P<v2>.+)/infer")
-_BINARY = "Inference-Header-Content-Length"
 _MOST_DIMENSIONS = 32
+_MOST_NAMED = 10  # outputs in a message
 _ONLY_OUTPUT = "output-0"  # the name that KServe's servers give to one
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_DATATYPES: dict[str, Callable[[object], bool]] = {
-    "BOOL": lambda value: isinstance(value, bool),
-    **dict.fromkeys((f"{kind}{bits}" for kind in ("UINT", "INT") for bits in (8, 16, 32, 64)), _is_int),
-    **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), _is_number),
-    "BYTES": lambda value: isinstance(value, str),
-}
-_FORMS = {"BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h"} | {
-    "INT32": "i",
-    "INT64": "q",
-    "FP16": "e",
-    "FP32": "f",
-    "FP64": "d",
-}  # of the package struct
-_MOST_BINARY = 1 << 20  # elements of a request
-_OF_LISTS = ("INT64", "FP64", "BOOL", "BYTES")  # the datatypes of plain lists, the first that fits
+_OF_LISTS = {
+    "INT64": DATATYPES["INT64"],
+    "FP64": lambda value: isinstance(value, float) or DATATYPES["FP64"](value),  # also one that is not finite
+    "BOOL": DATATYPES["BOOL"],
+    "BYTES": lambda value: isinstance(value, str | bytes),
+}  # the datatypes of plain lists, the first that fits
 _OF_ARRAYS = {"bool": "BOOL", "bfloat16": "BF16"} | {  # by the names that NumPy and torch have for them
     f"{ours}{bits}": f"{theirs}{bits}"
     for ours, theirs in (("uint", "UINT"), ("int", "INT"), ("float", "FP"))
@@ -62,10 +45,11 @@ class _Predict(Request):
 
 @dataclass(frozen=True)
 class _Infer(Request):
-    """A call of the Open Inference Protocol: its id, and the outputs that it asks for."""
+    """A call of the Open Inference Protocol: its id, and the outputs that it asks for, and which in binary form."""
 
     call_id: str | None = None
-    outputs: Sequence[str] = ()
+    outputs: Mapping[str, bool | None] = field(default_factory=dict)
+    binary: bool = False  # for outputs that do not say it themselves
 
 
 class InferenceProtocols:
@@ -88,17 +72,21 @@ class InferenceProtocols:
         plain = {**vars(request), "path": "/"}
         if call["v1"]:
             return _Predict(**plain | {"body": json.dumps(_instances(request.object)).encode()})
-        text, binary = _parts(request)
+        text, data = _parts(request)
         body = replace(request, body=text).object
         inputs = body.get("inputs")
         if not isinstance(inputs, list) or not all(isinstance(tensor, dict) for tensor in inputs):
-            raise _wrong("inputs", "a list of tensors, each an object", inputs)
-        _add_binary(inputs, binary)
-        given = [_input(tensor, f"inputs[{number}]") for number, tensor in enumerate(inputs)]
+            raise wrong("inputs", "a list of tensors, each an object", inputs)
+        binary = BinaryData(data)
+        given = [_input(tensor, f"inputs[{number}]", binary) for number, tensor in enumerate(inputs)]
+        binary.check_end()
         if len(values := dict(given)) < len(given):
             raise HttpError(400, "inputs: expected tensors with different names, found one of them twice")
         return _Infer(
-            **plain | {"body": json.dumps(values).encode()}, call_id=_call_id(body), outputs=_output_names(body)
+            **plain | {"body": json.dumps(values).encode()},
+            call_id=_call_id(body),
+            outputs=_asked(body),
+            binary=bool(_flag(body, "binary_data_output", "parameters")),
         )
 
     def send(self, request: Request, result: Any) -> Any:
@@ -111,81 +99,46 @@ class InferenceProtocols:
         if isinstance(result, Response) or not isinstance(request, _Predict | _Infer):
             return result
         if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
-            return result if result[1] >= 400 else (self.send(request, result[0]), *result[1:])
+            return result if result[1] >= 400 else with_body(self.send(request, result[0]), result)
         if isinstance(request, _Infer):
             return self._inferred(request, result)
         return result if isinstance(result, Mapping) and "predictions" in result else {"predictions": result}
 
-    def _inferred(self, request: _Infer, result: Any) -> dict[str, Any]:
+    def _inferred(self, request: _Infer, result: Any) -> dict[str, Any] | Response:
         named = _fields(result)
         for name in request.outputs:
             if name not in named:
-                known = ", ".join(map(json_excerpt, named)) or "none"
-                raise HttpError(400, f"outputs: there is no {json_excerpt(name)}; the function returns {known}")
-        outputs = [_output(name, named[name]) for name in request.outputs or named]
+                known = ", ".join(map(json_excerpt, islice(named, _MOST_NAMED))) or "none"
+                more = ", …" if len(named) > _MOST_NAMED else ""
+                raise HttpError(400, f"outputs: there is no {json_excerpt(name)}; the function returns {known}{more}")
+        asked = request.outputs or dict.fromkeys(named)
+        binary: list[bytes] = []
+        outputs = [
+            _output(name, named[name], binary if (request.binary if own is None else own) else None)
+            for name, own in asked.items()
+        ]
         identified = {} if request.call_id is None else {"id": request.call_id}
-        return {"model_name": self._names[0], **identified, "outputs": outputs}
+        answer = {"model_name": self._names[0], **identified, "outputs": outputs}
+        if not any("parameters" in output for output in outputs):
+            return answer
+        from medusa_handler.http.function_response import to_json  # imports Flask
+
+        head = to_json(answer).encode()
+        length = {BINARY_LENGTH: str(len(head))}
+        return Response(head + b"".join(binary), headers=length, content_type="application/octet-stream")
 
     def _check(self, name: str) -> None:
         if name not in self._names:
             raise HttpError(404, f"there is no model {json_excerpt(name)}; this server has {', '.join(self._names)}")
 
 
-def _wrong(field: str, expected: str, found: Any) -> HttpError:
-    return HttpError(400, f"{field}: expected {expected}, found {json_excerpt(found)}")
-
-
-def _parts(request: Request) -> tuple[bytes, memoryview]:
-    """Return the JSON of a body, and the tensors in binary form behind it (Triton's binary tensor data extension)."""
-    length = request.headers.get(_BINARY, str(len(request.body)))
+def _parts(request: Request) -> tuple[bytes, bytes]:
+    """Return the JSON of a body, and the tensors in binary form behind it."""
+    length = request.headers.get(BINARY_LENGTH, str(len(request.body)))
     if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= len(request.body)):
-        raise HttpError(400, f"{_BINARY}: expected a length within the body's {len(request.body)}, found {length[:40]}")
-    return request.body[: int(length)], memoryview(request.body)[int(length) :]
-
-
-def _add_binary(inputs: Sequence[dict[str, Any]], binary: memoryview) -> None:
-    """Give tensors in binary form their data. It may have fewer elements than JSON, whose memory is reserved."""
-    elements = 0
-    for number, tensor in enumerate(inputs):
-        parameters = tensor.get("parameters")
-        size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-        if size is None:
-            continue
-        if not _is_int(size) or not 0 <= size <= len(binary):
-            raise _wrong(f"inputs[{number}].parameters.binary_data_size", f"at most {len(binary)}", size)
-        tensor["data"] = _elements(tensor.get("datatype"), bytes(binary[:size]), f"inputs[{number}]", elements)
-        elements += len(tensor["data"])
-        binary = binary[size:]
-    if binary:
-        raise HttpError(400, f"expected tensors for all of the body, found {len(binary)} bytes behind them")
-
-
-def _elements(kind: object, data: bytes, place: str, before: int) -> list[Any]:
-    """Return the elements of a tensor in binary form, of which there are ``before`` others."""
-    form = struct.Struct(f"<{_FORMS[kind]}") if isinstance(kind, str) and kind in _FORMS else None
-    if form is None and kind != "BYTES":
-        raise _wrong(f"{place}.datatype", f"one of {', '.join(_FORMS)} and BYTES in binary form", kind)
-    try:
-        elements = (one for (one,) in form.iter_unpack(data)) if form else _texts(data)
-        found = list(islice(elements, _MOST_BINARY + 1))
-    except (struct.error, UnicodeDecodeError):
-        raise HttpError(
-            400, f"{place}: expected elements of type {kind} in binary form, found something else"
-        ) from None
-    if before + len(found) > _MOST_BINARY:
-        raise HttpError(400, f"expected at most {_MOST_BINARY} elements in binary form, found more")
-    return found
-
-
-def _texts(data: bytes) -> Iterator[str]:
-    """Yield texts, each of which follows its length in four bytes."""
-    at = 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<I", data, at)
-        at += 4 + length
-        if at > len(data):
-            raise struct.error
-        yield data[at - length : at].decode()
+        size, found = len(request.body), json_excerpt(length)
+        raise HttpError(400, f"{BINARY_LENGTH}: expected a length within the body's {size}, found {found}")
+    return request.body[: int(length)], request.body[int(length) :]
 
 
 def _instances(body: Mapping[str, Any]) -> list[Any]:
@@ -194,53 +147,84 @@ def _instances(body: Mapping[str, Any]) -> list[Any]:
     if len(given) != 1 or not isinstance(found := body[given[0]], list):
         raise HttpError(400, f'expected {{"instances": […]}}, found {json_excerpt(body)}')
     if others := sorted(set(body) - set(given) - {"signature_name"}):  # TensorFlow's, which KServe ignores, too
-        raise HttpError(400, f"{others[0]}: expected {given[0]} alone, since the function gets nothing else")
+        raise HttpError(
+            400, f"expected {given[0]} alone, which is all that the function gets, found {json_excerpt(others[0])}"
+        )
     return found
 
 
 def _call_id(body: Mapping[str, Any]) -> str | None:
     if isinstance(found := body.get("id"), str | None):
         return found
-    raise _wrong("id", "text", found)
+    raise wrong("id", "text", found)
 
 
-def _output_names(body: Mapping[str, Any]) -> list[str]:
+def _asked(body: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return the names of the outputs that a call asks for, and whether it says that they be in binary form."""
     asked = body.get("outputs") or []
     if not isinstance(asked, list) or not all(
         isinstance(one, dict) and isinstance(one.get("name"), str) for one in asked
     ):
-        raise _wrong("outputs", 'a list of {"name": …}', asked)
-    return [one["name"] for one in asked]
+        raise wrong("outputs", 'a list of {"name": …}', asked)
+    names = {one["name"]: _flag(one, "binary_data", f"outputs[{at}].parameters") for at, one in enumerate(asked)}
+    if len(names) < len(asked):
+        raise HttpError(400, "outputs: expected different names, found one of them twice")
+    return names
 
 
-def _input(tensor: Mapping[str, Any], place: str) -> tuple[str, Any]:
-    """Return the name of a tensor and its data, nested as its shape says. The data may be flat or nested."""
-    name, shape, kind, data = (tensor.get(field) for field in ("name", "shape", "datatype", "data"))
+def _flag(of: Mapping[str, Any], name: str, place: str) -> bool | None:
+    parameters = of.get("parameters")
+    found = parameters.get(name) if isinstance(parameters, dict) else None
+    if isinstance(found, bool | None):
+        return found
+    raise wrong(f"{place}.{name}", "true or false", found)
+
+
+def _input(tensor: Mapping[str, Any], place: str, binary: BinaryData) -> tuple[str, Any]:
+    """Return the name of a tensor and its data, nested as its shape says. Its JSON may have it flat or nested."""
+    name, shape, kind, data, parameters = (
+        tensor.get(field) for field in ("name", "shape", "datatype", "data", "parameters")
+    )
     if not isinstance(name, str) or not name:
-        raise _wrong(f"{place}.name", "text that is not empty", name)
-    if not isinstance(shape, list) or not all(_is_int(length) and length >= 0 for length in shape):
-        raise _wrong(f"{place}.shape", "a list of whole numbers of at least 0", shape)
+        raise wrong(f"{place}.name", "text that is not empty", name)
+    if not isinstance(shape, list) or not all(DATATYPES["UINT64"](length) for length in shape):
+        raise wrong(f"{place}.shape", "a list of whole numbers from 0 to 2^64 - 1", shape)
     if len(shape) > _MOST_DIMENSIONS:
-        raise _wrong(f"{place}.shape", f"at most {_MOST_DIMENSIONS} dimensions", len(shape))
-    if not isinstance(kind, str) or kind not in _DATATYPES:
-        raise _wrong(f"{place}.datatype", f"one of {', '.join(_DATATYPES)}", kind)
-    if not isinstance(data, list):
-        raise _wrong(f"{place}.data", "a list", data)
-    flat = _flat(data, len(shape))
-    if (count := math.prod(shape)) != len(flat):
-        raise HttpError(400, f"{place}.data: expected {count} elements for the shape {shape}, found {len(flat)}")
+        raise wrong(f"{place}.shape", f"at most {_MOST_DIMENSIONS} dimensions", len(shape))
+    if not isinstance(kind, str) or kind not in DATATYPES:
+        raise wrong(f"{place}.datatype", f"one of {', '.join(DATATYPES)}", kind)
+    count = math.prod(shape)
+    size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+    if size is None:
+        flat = _flat_data(data, shape, count, place)
+    elif data is None:
+        flat = binary.take(kind, size, count, place)
+    else:
+        raise wrong(f"{place}.data", "none beside binary_data_size", data)
     for element in flat:
-        if not _DATATYPES[kind](element):
-            raise _wrong(f"{place}.data", f"elements of type {kind}", element)
+        if not DATATYPES[kind](element):
+            raise wrong(f"{place}.data", f"elements of type {kind}", element)
     return name, _nested(flat, shape)
 
 
+def _flat_data(data: Any, shape: Sequence[int], count: int, place: str) -> list[Any]:
+    """Return the elements of a tensor's data, which is flat or nested, in lists of one length."""
+    if not isinstance(data, list):
+        raise wrong(f"{place}.data", "a list", data)
+    given = _shape(data)
+    if len(given) > max(len(shape), 1) or not _has_shape(data, given):
+        raise wrong(f"{place}.data", f"elements in lists of one length, for the shape {json_excerpt(shape)}", data)
+    flat = _flat(data, len(given))
+    if count != len(flat):
+        message = f"expected {count} elements for the shape {json_excerpt(shape)}, found {len(flat)}"
+        raise HttpError(400, f"{place}.data: {message}")
+    return flat
+
+
 def _flat(data: list[Any], depth: int) -> list[Any]:
-    """Return the elements of lists in lists, up to this depth; deeper ones stay lists."""
+    """Return the elements of lists in lists, of this depth."""
     for _ in range(depth - 1):
-        if not any(isinstance(each, list) for each in data):
-            break
-        data = [element for each in data for element in (each if isinstance(each, list) else [each])]
+        data = [element for each in data for element in each]
     return data
 
 
@@ -261,20 +245,27 @@ def _fields(result: Any) -> Mapping[str, Any]:
     return result if isinstance(result, Mapping) else {_ONLY_OUTPUT: result}
 
 
-def _output(name: str, value: Any) -> dict[str, Any]:
-    """Return a value as a tensor: an array with its type, or numbers, truth values or texts, in lists of one length."""
+def _output(name: str, value: Any, binary: list[bytes] | None) -> dict[str, Any]:
+    """Return a value as a tensor: an array with its type, or numbers, truth values or texts, in lists of one length.
+
+    ``binary``, if there is one, gets its data in binary form.
+    """
     kind = _OF_ARRAYS.get(str(getattr(value, "dtype", "")).rpartition(".")[2])
     value = _plain(value)
     shape = _shape(value)
-    data = _flat([value], len(shape) + 1)
-    if kind is None:
-        kind = next((kind for kind in _OF_LISTS if all(map(_DATATYPES[kind], data))), None)
-    if kind is None or not _has_shape(value, shape):
+    data = _flat([value], len(shape) + 1) if _has_shape(value, shape) else None
+    if kind is None and data is not None:
+        kind = next((kind for kind, fits in _OF_LISTS.items() if all(map(fits, data))), None)
+    if kind is None or data is None:
         raise ValueError(
             f"the function returned {json_excerpt(value)} as {name!r}, which is no tensor; expected numbers, truth "
             "values or texts, in lists of one length"
         )
-    return {"name": name, "shape": shape or [1], "datatype": kind, "data": data}
+    tensor = {"name": name, "shape": shape or [1], "datatype": kind}
+    if binary is None:
+        return tensor | {"data": [each.decode() if isinstance(each, bytes) else each for each in data]}
+    binary.append(pack(kind, data))
+    return tensor | {"parameters": {"binary_data_size": len(binary[-1])}}
 
 
 def _plain(value: Any) -> Any:

@@ -47,7 +47,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     if wrong := next((name for name in names if set(name) & set("<>")), None):
         raise ConfigError(f"--served-model-name={wrong!r} cannot be used: KServe has it in paths; expected no < and >")
     protocols = InferenceProtocols(names)
-    server = {"name": "medusa-runtime", "version": __version__, "extensions": []}
+    server = {"name": "medusa-runtime", "version": __version__, "extensions": ["binary_tensor_data"]}
     probes = {"/v2/health/live": LIVE, "/v2/health/ready": READY}
     probes |= {f"/v2/models/{name}/ready": READY for name in names}
     routes = [Route("GET", path, lambda _: server) for path in ("/v2", "/v2/")]

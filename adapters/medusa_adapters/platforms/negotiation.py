@@ -28,7 +28,7 @@ def negotiate(accept: str, result: Any) -> Any:
     Raises HttpError 406, which lists the possible forms.
     """
     if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
-        return result if result[1] >= 400 else _with_body(negotiate(accept, result[0]), result)
+        return result if result[1] >= 400 else with_body(negotiate(accept, result[0]), result)
     return _choose_form(accept, result, _result_forms(result))
 
 
@@ -48,11 +48,11 @@ def _choose_form(accept: str, result: Any, forms: dict[str, Any]) -> Any:
     raise HttpError(406, f"expected Accept to be one of {', '.join(forms)}, found {accept}")
 
 
-def _with_body(body: Any, result: tuple[Any, ...]) -> Any:
+def with_body(body: Any, result: tuple[Any, ...]) -> Any:
     """Return ``result``, a tuple (body, status[, headers]), with another body."""
     if not isinstance(body, Response):
         return (body, *result[1:])
-    return replace(body, status=result[1], headers=dict(result[2]) if len(result) > 2 else {})
+    return replace(body, status=result[1], headers=dict(body.headers) | dict(*result[2:3]))
 
 
 def _ranges(accept: str) -> list[str]:

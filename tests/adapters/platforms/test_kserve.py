@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import quote
 import numpy
 import openai
 import pytest
+import torch
 from medusa_adapters.platforms import kserve
 from medusa_adapters.platforms.base import ADAPTERS, resolve
 from medusa_adapters.platforms.inference_protocols import InferenceProtocols
@@ -19,6 +21,7 @@ from medusa_handler.contract import Request
 
 Launch = Callable[..., Any]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
+SIZE = "inputs[0].parameters.binary_data_size"
 INPUT = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2.5, 3, 4]}
 
 
@@ -71,7 +74,10 @@ def test_instances_are_the_body_and_the_result_is_the_predictions(function: Any)
         ({"instance": [1]}, 'expected {"instances": […]}'),
         ({"instances": 1}, 'expected {"instances": […]}'),
         ({"instances": [1], "inputs": [1]}, 'expected {"instances": […]}'),
-        ({"instances": [1], "parameters": {}}, "parameters: expected instances alone"),
+        (
+            {"instances": [1], "parameters": {}},
+            'expected instances alone, which is all that the function gets, found "parameters"',
+        ),
     ],
 )
 def test_what_is_no_call_of_v1_is_refused(function: Any, body: Any, said: str) -> None:
@@ -137,7 +143,18 @@ def test_a_result_that_is_no_tensor_is_the_functions_mistake(function: Any, resu
         ({"inputs": [INPUT | {"shape": [3, 2]}]}, "inputs[0].data: expected 6 elements for the shape [3, 2], found 4"),
         ({"inputs": [INPUT | {"datatype": "FLOAT"}]}, "inputs[0].datatype: expected one of BOOL"),
         ({"inputs": [INPUT | {"datatype": "INT8"}]}, "inputs[0].data: expected elements of type INT8, found 2.5"),
-        ({"inputs": [INPUT | {"data": [[[1], [2]], [[3], [4]]]}]}, "inputs[0].data: expected elements of type FP32"),
+        ({"inputs": [INPUT | {"data": [[[1], [2]], [[3], [4]]]}]}, "inputs[0].data: expected elements in lists of one"),
+        ({"inputs": [INPUT | {"data": [[1, 2, 3], [4]]}]}, "inputs[0].data: expected elements in lists of one length"),
+        ({"inputs": [INPUT | {"shape": [int("9" * 4000)] * 2}]}, "inputs[0].shape: expected a list of whole numbers"),
+        ({"inputs": [INPUT | {"shape": [2**60] * 32}]}, "inputs[0].data: expected "),
+        ({"inputs": [INPUT | {"datatype": "UINT8", "data": [1, 2, 3, 256]}]}, "inputs[0].data: expected elements of t"),
+        (
+            {"inputs": [INPUT | {"data": [1, 2, 3, 1e39]}]},
+            "inputs[0].data: expected elements of type FP32, found 1e+39",
+        ),
+        ({"inputs": [INPUT | {"parameters": {"binary_data_size": 0}}]}, "inputs[0].data: expected none beside binary"),
+        ({"inputs": [INPUT], "outputs": [{"name": "x"}] * 2}, "outputs: expected different names"),
+        ({"inputs": [INPUT], "parameters": {"binary_data_output": 1}}, "parameters.binary_data_output: expected true"),
         ({"inputs": [INPUT | {"data": None}]}, "inputs[0].data: expected a list"),
         ({"inputs": [INPUT], "outputs": ["x"]}, "outputs: expected a list"),
         ({"inputs": [INPUT], "outputs": [{"name": "y"}]}, 'outputs: there is no "y"; the function returns "x"'),
@@ -175,11 +192,16 @@ def test_tensors_in_binary_form(function: Any) -> None:
     [
         ("FP32", [1], b"1234", "9999", "Inference-Header-Content-Length: expected a length within"),
         ("FP32", [1], b"1234", "x", "Inference-Header-Content-Length: expected a length within"),
-        ("FP32", [2], b"1234", None, "inputs[0].data: expected 2 elements"),
-        ("FP32", [1], b"123", None, "inputs[0]: expected elements of type FP32 in binary form"),
-        ("BYTES", [1], b"\x09\0\0\0a", None, "inputs[0]: expected elements of type BYTES in binary form"),
-        ("BYTES", [1], b"\x01\0\0\0\xff", None, "inputs[0]: expected elements of type BYTES in binary form"),
-        ("BF16", [1], b"12", None, "inputs[0].datatype: expected one of BOOL"),
+        ("FP32", [2], b"1234", None, f"{SIZE}: expected 2 elements of 4 bytes, found 4"),
+        ("FP32", [1], b"123", None, f"{SIZE}: expected 1 elements of 4 bytes, found 3"),
+        ("FP32", [1], struct.pack("<f", math.nan), None, "inputs[0].data: expected elements of type FP32, found NaN"),
+        ("BYTES", [1], b"\x09\0\0\0a", None, f"{SIZE}: expected texts behind their lengths, found a longer one"),
+        ("BYTES", [1], b"\x01\0\0", None, f"{SIZE}: expected texts behind their lengths, found a longer one"),
+        ("BYTES", [1], b"\xff\xff\xff\xffa", None, f"{SIZE}: expected texts behind their lengths, found a longer one"),
+        ("BYTES", [2], b"\0\0\0\0", None, f"{SIZE}: expected 2 texts for the shape, found 1"),
+        ("BYTES", [1], b"\0\0\0\0" * 2, None, f"{SIZE}: expected 1 texts for the shape, found more"),
+        ("BYTES", [1], b"\x01\0\0\0\xff", None, f"{SIZE}: expected UTF-8, found other bytes in text 0"),
+        ("BYTES", [2**60], b"", None, "expected at most 1048576 elements"),
         ("INT8", [2**20 + 1], b"1" * (2**20 + 1), None, "expected at most 1048576 elements"),
     ],
 )
@@ -190,6 +212,68 @@ def test_what_is_no_tensor_in_binary_form(
     assert answer.status == 400
     assert answer.json["error"].startswith(said)
     assert binary(function, [tensor("x", [1], "INT8", b"1")], b"1", b"2").status == 400
+
+
+def outputs(answer: Any) -> dict[str, tuple[str, list[int], Any]]:
+    """Datatype, shape and data of each output of an answer, some of which are in binary form."""
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    assert answer.headers["Content-Type"] == "application/octet-stream"
+    found, binary = {}, answer.body[length:]
+    for each in json.loads(answer.body[:length])["outputs"]:
+        size = each.get("parameters", {}).get("binary_data_size", 0)
+        found[each["name"]] = each["datatype"], each["shape"], each.get("data", binary[:size])
+        binary = binary[size:]
+    assert not binary
+    return found
+
+
+def test_outputs_in_binary_form(function: Any) -> None:
+    result = '{"x": [[1, 2], [3, 4]], "t": ["ä", ""], "none": []}'
+    call = {"inputs": [], "parameters": {"binary_data_output": True}}
+    x = struct.pack("<4q", 1, 2, 3, 4)
+    texts = struct.pack("<I2sI", 2, "ä".encode(), 0)
+    assert outputs(infer(function, call, result)) == {
+        "x": ("INT64", [2, 2], x),
+        "t": ("BYTES", [2], texts),
+        "none": ("INT64", [0], b""),
+    }
+    mixed = [{"name": "t", "parameters": {"binary_data": False}}, {"name": "x"}]
+    assert outputs(infer(function, call | {"outputs": mixed}, result)) == {
+        "t": ("BYTES", [2], ["ä", ""]),
+        "x": ("INT64", [2, 2], x),
+    }
+    one = [{"name": "x", "parameters": {"binary_data": True}}, {"name": "t"}]
+    assert outputs(infer(function, {"inputs": [], "outputs": one}, result))["x"] == ("INT64", [2, 2], x)
+    created = infer(function, call | {"inputs": [INPUT]}, "created")
+    assert (created.status, created.headers["x-path"]) == (201, "/")
+    assert outputs(created)["x"][0] == "FP64"
+    assert "data" in infer(function, call | {"outputs": mixed[:1]}, result).json["outputs"][0]
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "uint16", "int64", "uint64", "float16", "float32", "float64"])
+def test_arrays_in_binary_form_keep_their_bytes(kind: str) -> None:
+    array = numpy.array([[0, 1, 100]]).astype(kind)
+    if kind.startswith("float"):
+        array[0, 1] = numpy.nan
+    assert sent_in_binary_form(array) == array.tobytes()
+
+
+def test_bfloat16_and_bytes_in_binary_form() -> None:
+    halves = torch.tensor([1.0, -2.5, math.inf], dtype=torch.bfloat16)
+    data = halves.view(torch.int16).numpy().tobytes()
+    assert sent_in_binary_form(halves) == data
+    assert sent_in_binary_form(numpy.array([b"\xff", "a"], dtype=object)) == b"\1\0\0\0\xff\1\0\0\0a"
+    head = json.dumps({"inputs": [tensor("x", [2], "BF16", data[:4])]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    call = Request(path="/v2/models/m/infer", body=head + data[:4], headers=headers)
+    assert InferenceProtocols(["m"]).receive(call).json == {"x": [1.0, -2.5]}
+
+
+def sent_in_binary_form(array: Any) -> bytes:
+    protocols = InferenceProtocols(["m"])
+    body = json.dumps({"inputs": [], "parameters": {"binary_data_output": True}}).encode()
+    sent = protocols.send(protocols.receive(Request(path="/v2/models/m/infer", body=body)), array)
+    return bytes(sent.body[int(sent.headers["Inference-Header-Content-Length"]) :])
 
 
 def test_errors_are_texts(function: Any) -> None:
