@@ -120,8 +120,14 @@ def adapted_modules(config: AdapterConfig, tensors: Mapping[str, TensorEntry]) -
         modules[name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)] = None
     if not modules:
         raise MismatchError("expected matrices for at least one layer, found none")
-    for target in config.targets:
-        if not any(module == target or module.endswith(f".{target}") for module in modules):
+    endings = [target for target in dict.fromkeys(config.targets) if target not in modules]
+    if len(endings) > _MOST_PATTERNS:  # each is compared with each module
+        raise MismatchError(
+            f"{ADAPTER_CONFIG}: target_modules: expected names of modules, or at most {_MOST_PATTERNS:,} endings of "
+            f"them, found {len(endings):,}"
+        )
+    for target in endings:
+        if not any(module.endswith(f".{target}") for module in modules):
             raise MismatchError(
                 f"{ADAPTER_CONFIG}: target_modules names {target[:200]!a}, and expected matrices for it; the weights "
                 "have none"

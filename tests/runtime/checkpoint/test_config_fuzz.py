@@ -8,8 +8,9 @@ import time
 import pytest
 from fuzzing import fuzz
 from hypothesis import strategies as st
-from medusa_runtime.checkpoint.adapter import AdapterConfig, adapter_urls
-from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.checkpoint.adapter import AdapterConfig, adapted_modules, adapter_urls
+from medusa_runtime.checkpoint.index import TensorEntry
+from medusa_runtime.errors import ConfigError, MedusaError, MismatchError
 from medusa_runtime.load.quantized.scheme import Quantization
 
 ADAPTER = {
@@ -39,6 +40,23 @@ def test_fuzzed_adapter_configs() -> None:
             assert config.scale_of(module) > 0
 
     fuzz(st.binary(max_size=40), check, [json.dumps(ADAPTER).encode()])
+
+
+def test_many_targets_of_an_adapter_take_no_long_time() -> None:
+    """Each may end the names of many modules, of which a file may have hundreds of thousands."""
+    entry = TensorEntry(0, 0, 16, "F32", (2, 2))
+    modules = [f"layers.{number}.q_proj" for number in range(30_000)]
+    tensors = {f"base_model.model.{module}.lora_A.weight": entry for module in modules}
+
+    def config(targets: list[str]) -> AdapterConfig:
+        return AdapterConfig.read(json.dumps(ADAPTER | {"target_modules": targets}).encode())
+
+    began = time.monotonic()
+    assert adapted_modules(config(modules), tensors) == modules
+    assert adapted_modules(config(["29999.q_proj"] * 30_000), tensors) == modules
+    with pytest.raises(MismatchError, match="expected names of modules, or at most 10,000 endings of them"):
+        adapted_modules(config([f"{number}.q_proj" for number in range(30_000)]), tensors)
+    assert time.monotonic() - began < 10
 
 
 def test_fuzzed_urls_of_adapters() -> None:
