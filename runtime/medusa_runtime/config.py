@@ -134,10 +134,6 @@ class Option(NamedTuple):
         return self.field.removesuffix("_bytes").rpartition("_")[2].upper()
 
 
-def _text(value: str) -> str:
-    return value
-
-
 def positive(value: str) -> int:
     number = int(value)
     if number <= 0:
@@ -314,15 +310,15 @@ class OneOf:
 
 
 OPTIONS = (
-    Option("model", _text, "checkpoint: a folder, file, http(s)://, s3://, hf://org/name or any fsspec URL"),
-    Option("handler", _text, "user code as file.py:name or module:name"),
+    Option("model", str, "checkpoint: a folder, file, http(s)://, s3://, hf://org/name or any fsspec URL"),
+    Option("handler", str, "user code as file.py:name or module:name"),
     Option(
         "engine",
         OneOf(lambda: (*offered_engines(), NO_ENGINE), unlisted=engine_names),
         "torch (fast start), vllm (throughput), cluster (a deployed model) or none (the handler's own module)",
     ),
     Option("platform", OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"),
-    Option("state", _text, "where the state bundle lies (default: beside the weights); none: use none"),
+    Option("state", str, "where the state bundle lies (default: beside the weights); none: use none"),
     Option(
         "trust_state",
         trust_prefixes,
@@ -333,7 +329,7 @@ OPTIONS = (
         trust_keys,
         "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
-    Option("served_model_name", _text, "the model's name in the OpenAI routes"),
+    Option("served_model_name", str, "the model's name in the OpenAI routes"),
     Option(
         "tool_call_parser",
         OneOf(*TOOL_CALL_PARSERS),
@@ -357,7 +353,7 @@ OPTIONS = (
         trust_prefixes,
         "PREFIX[,PREFIX]: folders and URLs from which /v1/load_lora_adapter may load; default: none",
     ),
-    Option("host", _text, "address to bind"),
+    Option("host", str, "address to bind"),
     Option("port", _port, "port to bind; 0 takes a free one", "PORT"),
     Option("device", OneOf(*DEVICES), "where to compute; auto is a GPU if there is one"),
     Option("dtype", OneOf(*DTYPES), "type to compute in; auto is the checkpoint's own"),
@@ -373,10 +369,10 @@ OPTIONS = (
         "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
     Option("tensor_parallel", positive, "vllm: processes that share one model's layers"),
-    Option("vllm_args", _text, "vllm: flags of vllm serve, as after -- on the command line"),
+    Option("vllm_args", str, "vllm: flags of vllm serve, as after -- on the command line"),
     Option("vllm_mode", OneOf(*VLLM_MODES), "vllm: compatible starts vLLM's own processes; auto does so where it must"),
     Option("layers", layer_range, "START:STOP: the layers that are fetched and loaded first, of a group"),
-    Option("group", _text, "group: the file that describes the workers which share the model"),
+    Option("group", str, "group: the file that describes the workers which share the model"),
     Option("threads", positive, "compute threads; default: the container's CPUs"),
     Option("connections", positive, "connections to the store; default: measured"),
     Option(
@@ -389,13 +385,13 @@ OPTIONS = (
         OneOf(*TORCH_IMPORTS),
         "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean where tested",
     ),
-    Option("snapshots", _text, "folder with `medusa snapshot`'s snapshots; auto: the installation's; none: use none"),
+    Option("snapshots", str, "folder with `medusa snapshot`'s snapshots; auto: the installation's; none: use none"),
     Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
     Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture, or restore the bundle's; auto: restore, but not vLLM's"),
-    Option("node_socket", _text, "the node agent's socket, or none; default: if there is one"),
+    Option("node_socket", str, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", _count, "user id of the node agent, if not root or our own"),
-    Option("cluster", _text, "--engine cluster: a gateway's URL, or several with commas"),
-    Option("cluster_token_file", _text, "--engine cluster: the gateway's client token"),
+    Option("cluster", str, "--engine cluster: a gateway's URL, or several with commas"),
+    Option("cluster_token_file", str, "--engine cluster: the gateway's client token"),
     Option("engine_start", OneOf(*ENGINE_STARTS), "now, or with the first request"),
     Option("memory_limit_mb", positive, "memory to stay within; default: the container's"),
     Option("heartbeat_s", seconds, "seconds of silence after which a stream gets a comment"),
@@ -412,7 +408,7 @@ OPTIONS = (
     ),
     Option("body_memory_mb", positive, "memory for request bodies in sum; default: at most eight of the largest"),
     Option("token", _token, "secret that requests must bear; better as variable than as flag"),
-    Option("api_key_file", _text, "file with a token a line; read again when it changes"),
+    Option("api_key_file", str, "file with a token a line; read again when it changes"),
     Option("cors_origins", _origins, "web pages that may call: origins with commas, or *"),
     Option("access_log", OneOf(*ACCESS_LOGS), "a line on stderr for each answered request"),
     Option("traces", OneOf(*TRACES), "otlp: spans to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)"),

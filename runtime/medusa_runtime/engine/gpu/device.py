@@ -117,7 +117,7 @@ class BundledGraphs:
 class Gpu:
     """One GPU: its memory, the link by which weights reach it, and what captures and restores graphs on it."""
 
-    def __init__(self, ordinal: int = 0, *, base: int | None = None, graph_base: int | None = None) -> None:
+    def __init__(self, *, base: int | None = None, graph_base: int | None = None) -> None:
         """Open the device. This takes milliseconds, because its context exists already.
 
         ``base``: the address from which memory is placed. ``graph_base``: the address of the pool in which graphs are
@@ -128,7 +128,7 @@ class Gpu:
         from ...state.graphs.driver import CudaDriver
         from .placed_memory import BASE, PlacedMemory
 
-        self.device = torch.device("cuda", ordinal)
+        self.device = torch.device("cuda", 0)
         try:
             torch.cuda.set_device(self.device)
             torch.cuda.init()  # type: ignore[no-untyped-call]
