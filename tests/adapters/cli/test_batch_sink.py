@@ -61,6 +61,15 @@ def test_one_batch_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
         sink.close()
 
 
+def test_a_file_without_results_is_left_only_where_there_was_one(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    begin(output)[0].close()
+    assert not output.exists()  # as in a store
+    output.touch()
+    begin(output)[0].close()
+    assert output.exists()
+
+
 def test_nothing_is_written_behind_a_line_that_does_not_fit(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     sink, _ = begin(output)

@@ -46,12 +46,16 @@ def open_sink(place: str, *, resume: bool, note: NoteId) -> Sink:
 
 
 class _File:
-    """A local file. Each line is one write at its end, so a killed batch leaves at most one line that is not whole."""
+    """A local file. Each line is one write at its end, so a killed batch leaves at most one line that is not whole.
+
+    A batch that ends without a result leaves no file behind, unless there was one before.
+    """
 
     def __init__(self, path: Path, resume: bool, note: NoteId) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._failed: StorageError | None = None
+        self._is_new = not os.path.lexists(path)
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
@@ -87,6 +91,9 @@ class _File:
     def close(self) -> None:
         with self._lock, suppress(OSError):  # pipes and some file systems have no fsync
             os.fsync(self._fd)
+        with suppress(OSError):
+            if self._is_new and not os.fstat(self._fd).st_size:
+                self._path.unlink()  # while no other batch can have the lock
         os.close(self._fd)
 
 
@@ -94,8 +101,11 @@ def _lock_file(fd: int, path: Path) -> None:
     """Keep other batches from writing to a file until this process ends. Raises ConfigError if one does."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return
+    taken = ConfigError(f"{path}: another medusa batch writes to it; wait for its end, or stop it")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # of another kind: a file system without locks
         if error.errno == errno.EWOULDBLOCK:
-            raise ConfigError(f"{path}: another medusa batch writes to it; wait for its end, or stop it") from None
+            raise taken from None
+    if not os.fstat(fd).st_nlink:  # it has just been removed
+        raise taken
