@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from medusa_runtime.bounded_json import count_values, parse_json
+from medusa_runtime.bounded_json import TooManyValuesError, count_values, parse_json
 from medusa_runtime.bounded_template.renderer import RenderingError, TooLongError, template_renderer
 from medusa_runtime.errors import ContextLengthError, json_kind
 
@@ -118,19 +118,26 @@ def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
 def _with_parsed_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the arguments of their calls as objects, which templates expect.
 
-    OpenAI sends them as JSON in a string.
+    OpenAI sends them as JSON in a string. As in vLLM, none at all and text that is no object, such as that of a call
+    which was cut off, become an empty object: a template that needs one would refuse all later turns as well.
     """
     left = _MOST_VALUES
 
     def parsed(call: Any) -> Any:
         nonlocal left
-        try:
-            function = call["function"]
-            arguments = parse_json(function["arguments"], left)
-            left -= min(count_values(function["arguments"].encode("utf-8", "surrogatepass")), left)
-        except (AttributeError, TypeError, KeyError, ValueError, RecursionError):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
             return call
-        return {**call, "function": {**function, "arguments": arguments}}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(given := arguments, left)
+            except TooManyValuesError:
+                return call
+            except (ValueError, RecursionError):
+                arguments = None
+            left -= min(count_values(given.encode("utf-8", "surrogatepass")), left)
+        return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, Mapping) else {}}}
 
     return [
         {**message, "tool_calls": [parsed(call) for call in calls]}

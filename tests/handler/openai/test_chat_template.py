@@ -115,12 +115,22 @@ def test_a_last_message_is_continued() -> None:
     assert found.endswith("<|im_start|>assistant\nAlso:")
 
 
-def test_arguments_of_a_call_that_cannot_be_parsed_stay_text() -> None:
-    text = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
-    template = ChatTemplate(lambda name: text.encode() if name == "chat_template.jinja" else None)
-    for arguments in ("no JSON", "[" * 100_000, "[" + "[]," * 200_000 + "[]]"):
-        calls = [{"function": {"name": "a", "arguments": arguments}}]
-        assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}], {}) == arguments
+def test_arguments_of_a_call_that_are_too_many_to_be_parsed_stay_text() -> None:
+    arguments = "[" + "[]," * 200_000 + "[]]"
+    calls = [{"function": {"name": "a", "arguments": arguments}}]
+    found = template({"chat_template.jinja": "{{ messages[0].tool_calls[0].function.arguments }}"})
+    assert found.render([{"role": "assistant", "content": "", "tool_calls": calls}], {}) == arguments
+
+
+@pytest.mark.parametrize(
+    "function",
+    [{"arguments": text} for text in ("", '{"x', "no JSON", "[5]", "[" * 100_000, None, 5, {})] + [{}],
+    ids=lambda function: str(function)[:30],
+)
+def test_arguments_of_a_call_that_are_no_object_become_an_empty_one(function: dict[str, Any]) -> None:
+    source = "{% for key, value in messages[0].tool_calls[0].function.arguments.items() %}{{ key }}{% endfor %}."
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a", **function}}]}
+    assert template({"chat_template.jinja": source}).render([message], {}) == "."
 
 
 def test_arguments_of_many_calls_are_not_all_parsed() -> None:
