@@ -58,6 +58,13 @@ def invalid(param: str, expected: str, found: Any) -> ApiError:
     )
 
 
+def unsupported(param: str, expected: str, found: Any) -> UnsupportedRequestError:
+    """Return the 400 for a field whose value our routes do not support."""
+    return UnsupportedRequestError(
+        400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="unsupported_value"
+    )
+
+
 def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
     """Return a 503 for something that is not there yet."""
     return ApiError(503, message, code="not_ready", headers=retry_after(retry_after_s))

@@ -134,10 +134,10 @@ def adapters(settings: Settings) -> dict[str, str]:
 def light_routes_suffice(settings: Settings) -> bool:
     """Return whether our own routes may answer what they support: no flag makes vLLM answer differently.
 
-    Nor may vLLM's variable ask for a key, of which our own routes would not know.
+    Nor may vLLM's variables ask for a key or for stored responses, of which our own routes would not know.
     """
     known = set(_names(flag_words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
-    return known and not os.environ.get("VLLM_API_KEY")
+    return known and not any(map(os.environ.get, ("VLLM_API_KEY", "VLLM_ENABLE_RESPONSES_API_STORE")))
 
 
 def _adapter(word: str) -> dict[str, str]:

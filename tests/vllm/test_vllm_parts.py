@@ -421,8 +421,11 @@ def test_our_routes_answer_where_no_flag_changes_answers(given: str | None, suff
     assert light_routes_suffice(Settings(engine="vllm", vllm_args=given)) is suffice
 
 
-def test_our_routes_do_not_answer_where_vllm_demands_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+@pytest.mark.parametrize(("name", "value"), [("VLLM_API_KEY", "secret"), ("VLLM_ENABLE_RESPONSES_API_STORE", "1")])
+def test_our_routes_do_not_answer_where_vllm_demands_a_key_or_stores(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
     assert light_routes_suffice(Settings(engine="vllm")) is False
 
 

@@ -27,7 +27,7 @@ _STOP = {"type": "string", "minLength": 1}
 _SAMPLING = {
     "model": _or_null({"type": "string"}),
     "stream": _or_null({"type": "boolean"}),
-    "temperature": _or_null({"type": "number", "minimum": 0}),
+    "temperature": _or_null({"type": "number", "minimum": 0, "maximum": 2}),
     "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
     "max_tokens": _or_null(_COUNT),
     "n": _or_null({"type": "integer", "minimum": 1, "maximum": 128}),
@@ -250,8 +250,7 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     embeds = _vectors(vocab_size) | _fits()
     labels = {"/classify": _pooled({"input": _inputs(vocab_size)})} | _fits()
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
-    if not service.can_relay:
-        writes |= {"/v1/responses": _RESPONSE, "/v1/responses/input_tokens": _INPUT_TOKENS}
+    writes |= {"/v1/responses": _RESPONSE, "/v1/responses/input_tokens": _INPUT_TOKENS}
     if info is None:
         return writes | embeds
     return {"encoder": embeds, "classifier": labels}.get(info.architecture, writes)

@@ -9,7 +9,7 @@ from typing import Any
 from medusa_runtime.bounded_json import parse_json
 from medusa_runtime.engine.base import StructuredOutputs
 
-from ..faults import invalid
+from ..faults import invalid, unsupported
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _MOST_VALUES = 200_000  # in a schema that comes as text
@@ -27,7 +27,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     constraints = {key: each for key, each in value.items() if each is not None and each is not False}
     for key in constraints:
         if key not in KINDS:
-            raise invalid(f"{_FIELD}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
+            raise unsupported(f"{_FIELD}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
     if not constraints:
         return None
     if len(constraints) > 1:

@@ -102,8 +102,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
-    if service.can_relay and tools.choice == "none" and tools.offered:
-        raise UnsupportedRequestError(400, "tools: vLLM shows the model also those that it may not call", param="tools")
+    _check_none_hidden(service, tools)
     requested = output_constraint(body)
     template = service.model.chat_template(is_disconnected)
     scored = parameters.prompt_logprob_count(body)
@@ -124,10 +123,9 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     stream = parameters.flag(body, "stream")
     requests = _requests([prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
     requests = _with_adapter(service, model, requests)
-    named = tools.choice == "named"
     # As in vLLM: a model that is not prompted to answer continues the last message.
     role = "assistant" if arguments["add_generation_prompt"] else str(messages[-1]["role"])
-    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored, shows_reasoning, role)
+    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, tools.choice, scored, shows_reasoning, role)
     envelope = Envelope(name, model, formatter)
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:
@@ -142,9 +140,11 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     from .responses.output import Output
     from .responses.request import ResponsesRequest
 
-    asked = ResponsesRequest.parse(body)
+    fields.check_generation_fields(body, fields.RESPONSES, fields.REFUSED_FOR_RESPONSES, can_relay=service.can_relay)
     model = check_model(service, body)
+    asked = ResponsesRequest.parse(body)
     tools = asked.tools
+    _check_none_hidden(service, tools)
     template = service.model.chat_template(is_disconnected)
     defaults = service.model.sampling_defaults(is_disconnected)
     params = parameters.sampling(body, defaults, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
@@ -403,6 +403,12 @@ def _with_form(
     # What marks a call or the reasoning may be a special token.
     marked = (parsed and (form is None or form.header)) or (reasoning is not None and reasoning.is_marked)
     return replace(params, structured_outputs=form, skip_special_tokens=params.skip_special_tokens and not marked)
+
+
+def _check_none_hidden(service: Service, tools: Tools) -> None:
+    """Raise UnsupportedRequestError for tools that our prompt does not show, unlike that of the engine's own server."""
+    if service.can_relay and tools.choice == "none" and tools.offered:
+        raise UnsupportedRequestError(400, "tools: vLLM shows the model also those that it may not call", param="tools")
 
 
 def _check_shown(template: ChatTemplate, given: Mapping[str, Any]) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_runtime.engine.base import Delta
-from medusa_runtime.errors import json_excerpt
 
-from ..faults import UnsupportedRequestError, invalid
+from ..faults import invalid, unsupported
 from .answer import Choice
 from .body.parameters import Body, flag
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -56,12 +55,7 @@ def _text(content: Any, name: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "refusal"):
-            raise UnsupportedRequestError(
-                400,
-                f"{name}: this model takes text only, found a part of type {json_excerpt(kind)}",
-                param=name,
-                code="unsupported_value",
-            )
+            raise unsupported(name, "parts of type text (this model takes text only)", kind)
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
             raise invalid(name, "a text part with text", part)
@@ -102,7 +96,7 @@ class ChatFormatter:
     """Makes the choices of a chat's answer.
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
-    calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.
+    calls in one answer; unless ``parallel``, only the first call counts. ``tool_choice`` is that of ``Tools``.
     ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens. Unless ``shows_reasoning``, the
     answer leaves the reasoning out. ``role`` is whose message it is.
     """
@@ -110,7 +104,7 @@ class ChatFormatter:
     logprobs: int | None
     parser: Callable[[], ToolParser] | None = None
     parallel: bool = True
-    named: bool = False
+    tool_choice: str = "none"
     prompt_logprobs: int | None = None
     shows_reasoning: bool = True
     role: str = "assistant"
@@ -129,8 +123,8 @@ class ChatFormatter:
             if found.calls:
                 message |= {"content": found.content or None, "tool_calls": [_call(call) for call in found.calls]}
                 reason = self._reason(reason, parsing)
-            else:
-                message["content"] = found.content
+            else:  # a forced call that was cut before its name leaves nothing
+                message["content"] = found.content or (None if self.tool_choice in ("required", "named") else "")
         if choice.reasoning:
             message["content"] = message["content"] or None
         return {
@@ -177,7 +171,7 @@ class ChatFormatter:
 
     def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:
         """Return the finish reason as OpenAI does: "tool_calls" after calls, but "stop" if one function was forced."""
-        return "tool_calls" if reason == "stop" and parsing.called and not self.named else reason
+        return "tool_calls" if reason == "stop" and parsing.called and self.tool_choice != "named" else reason
 
 
 class _CallParsing:

@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from flask import Response, request
@@ -53,22 +54,29 @@ def answer_or_relay(
 ) -> Response:
     """Return our own ``answer`` if it takes the request, else that of the engine's server, if there is one.
 
-    That server may take values which ours refuses, such as numbers in text. ``target`` is the path on it; ``body`` is
-    that of the current request by default. Raises what both raise.
+    That server may take values which ours refuses, such as numbers in text. If it refuses them, too, our error is the
+    answer. ``target`` is the path on it; ``body`` is that of the current request by default. Raises what both raise.
     """
-    if service.own_routes and not (service.can_relay and _LOAD_FORMAT in request.headers):
-        try:
-            return answer()
-        except (ApiError, RequestError) as error:
-            if not service.can_relay or not _is_for_engine(error):
-                raise
+    if not service.own_routes or (service.can_relay and _LOAD_FORMAT in request.headers):
+        return relay(service, is_disconnected, target, body)
+    try:
+        return answer()
+    except UnsupportedRequestError:
+        if not service.can_relay:
+            raise
+    except (ApiError, RequestError) as error:
+        if not service.can_relay or not _is_bad_value(error):
+            raise
+        response = relay(service, is_disconnected, target, body)
+        if response.status_code != HTTPStatus.BAD_REQUEST:
+            return response
+        response.close()
+        raise
     return relay(service, is_disconnected, target, body)
 
 
-def _is_for_engine(error: ApiError | RequestError) -> bool:
-    if isinstance(error, RequestError):
-        return error.param in _TAKEN_BY_ENGINES
-    return isinstance(error, UnsupportedRequestError) or error.code == "invalid_value"
+def _is_bad_value(error: ApiError | RequestError) -> bool:
+    return error.param in _TAKEN_BY_ENGINES if isinstance(error, RequestError) else error.code == "invalid_value"
 
 
 def relay(

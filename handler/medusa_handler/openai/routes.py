@@ -66,9 +66,9 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
     add("/detokenize", lambda body, is_disconnected: _detokenize(service, body))
     if service.own_routes:
         _add_models(routes, service)
+    add("/v1/responses", lambda body, is_disconnected: _calls().create_response(service, body, is_disconnected))
+    add("/v1/responses/input_tokens", lambda body, left: _calls().count_input_tokens(service, body, left))
     if not service.can_relay:
-        add("/v1/responses", lambda body, is_disconnected: _calls().create_response(service, body, is_disconnected))
-        add("/v1/responses/input_tokens", lambda body, left: _calls().count_input_tokens(service, body, left))
         add("/v1/load_lora_adapter", lambda body, is_disconnected: load_adapter(service, body, is_disconnected))
         add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
     if service.can_relay:

@@ -55,7 +55,10 @@ def test_what_vllm_refuses_in_the_engine_ends_that_request_alone(serving: Any) -
     asked = {"prompt": "Return the", "max_tokens": 4}
     for stream in (False, True):
         status, refused, _ = serving.request("POST", "/v1/completions", asked | {"temperature": 3, "stream": stream})
-        assert (status, "temperature must be in [0, 2]" in refused["error"]["message"]) == (400, True)
+        assert (status, refused["error"]["param"], refused["error"]["code"]) == (400, "temperature", "invalid_value")
+    frame = {"id": "a", "prompt": "Return the", "params": {"temperature": 3.0}, "add_special_tokens": True}
+    status, refused, _ = serving.request("POST", "/medusa/generate", {"frame": frame})  # whose values the engine checks
+    assert (status, "temperature must be in [0, 2]" in refused["error"]["message"]) == (400, True)
     assert serving.request("POST", "/v1/completions", asked)[0] == 200
 
 
@@ -121,6 +124,7 @@ def test_a_prompts_log_probabilities_are_vllms(serving: Any) -> None:
 def test_json_schema_and_anthropic_messages_through_vllms_routes(serving: Any) -> None:
     form = {"type": "json_schema", "name": "e", "schema": {"enum": ["meeting", "party"]}}
     asked = {"model": MODEL, "input": "An event:", "max_output_tokens": 60, "text": {"format": form}}
+    asked["enable_response_messages"] = True  # which only vLLM's route has
     status, answer, _ = serving.request("POST", "/v1/responses", asked, PATIENCE_S)
     assert status == 200, answer
     assert answer["output"][0]["content"][0]["text"] in ('"meeting"', '"party"')
@@ -129,8 +133,23 @@ def test_json_schema_and_anthropic_messages_through_vllms_routes(serving: Any) -
     assert (status, answer["type"], answer["role"]) == (200, "message", "assistant")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
+def test_responses_make_forced_calls_without_a_tool_parser(serving: Any, choice: Any) -> None:
+    """vLLM's own route ignores a forced call then, and answers with a message."""
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "additionalProperties": False}}
+    asked = {"input": "?", "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+    for _ in range(30):  # a model this small often writes white space until it ends
+        status, answer, _ = serving.request("POST", "/v1/responses", asked | {"max_output_tokens": 60}, PATIENCE_S)
+        assert status == 200, answer
+        if answer["status"] == "completed":
+            break
+    (call,) = answer["output"]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "f", {})
+
+
 def test_vllms_errors_and_unknown_paths_are_passed_on(serving: Any) -> None:
-    status, answer, _ = serving.request("POST", "/v1/responses", {"model": "another", "input": "x"}, PATIENCE_S)
+    asked = {"model": "another", "input": "x", "enable_response_messages": True}
+    status, answer, _ = serving.request("POST", "/v1/responses", asked, PATIENCE_S)
     assert (status, answer["error"]["type"]) == (404, "NotFoundError")
     assert serving.request("GET", "/v1/nothing")[0] == 404
     assert serving.request("GET", "/version")[1]["version"]
@@ -138,7 +157,7 @@ def test_vllms_errors_and_unknown_paths_are_passed_on(serving: Any) -> None:
 
 def test_a_client_that_leaves_cancels_its_request_in_vllm(serving: Any) -> None:
     with client_of(serving) as client:
-        body = {"ignore_eos": True}
+        body = {"ignore_eos": True, "enable_response_messages": True}
         stream = client.responses.create(
             model=MODEL, input="Return", max_output_tokens=480, stream=True, extra_body=body, temperature=0
         )

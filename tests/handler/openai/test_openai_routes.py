@@ -154,6 +154,7 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -0.5}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),

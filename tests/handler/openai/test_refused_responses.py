@@ -85,7 +85,7 @@ def raw(served: Any, body: str) -> tuple[int, bytes]:
         ({"stream_options": 3}, "stream_options", "an object"),
         ({"reasoning": "low"}, "reasoning", "an object"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort", "text"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "summary"),
         ({"reasoning": {"efort": "low"}}, "reasoning.efort", "did you mean reasoning.effort?"),
         ({"text": "json"}, "text", "an object"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "say it in the messages"),
@@ -118,7 +118,7 @@ def raw(served: Any, body: str) -> tuple[int, bytes]:
             {"tool_choice": "required", "tools": [WEATHER], "text": {"format": {"type": "json_object"}}},
             "text.format", "forces",
         ),
-        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"temperature": -1}, "temperature", "from 0 to 2"),
         ({"model": "gpt-9"}, "model", "does not exist"),
     ],
 )  # fmt: skip

@@ -83,6 +83,11 @@ def test_a_server_that_says_nothing_is_an_engine_that_failed(serve: Serve) -> No
             {"type": "function", "function": {"name": "get"}}
         ]}),
         ("/", {"prompt": "a", "temperature": "0"}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": "3"}),
+        ("/v1/responses", {"input": "a", "reasoning": {"summary": "detailed"}}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "get"}], "tool_choice": "none"}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}),
     ],
 )  # fmt: skip
 def test_values_that_our_routes_refuse_are_left_to_the_engines_server(
@@ -96,3 +101,41 @@ def test_values_that_our_routes_refuse_are_left_to_the_engines_server(
         assert served.request("POST", path, body | {"unknown": 1})[0] == 400  # vLLM's server would ignore it
         assert served.request("POST", path, body | {"model": "another"})[0] == 404
         assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
+        ("/v1/responses", {"input": "a", "bad_words": ["x"]}),
+    ],
+)
+def test_fields_that_our_routes_do_not_support_are_left_to_the_engines_server(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    with ScriptedServer(lambda head: _OK + b"Content-Length: 2\r\n\r\n{}") as server:
+        served = serve(http_port=server.port)
+        assert served.request("POST", path, body)[0] == 200
+        assert served.request("POST", path, body | {"unknown": 1})[0] == 400
+        assert len(server.requests) == 1
+
+
+def test_what_both_refuse_has_our_error_and_what_only_theirs_supports_has_theirs(serve: Serve) -> None:
+    """vLLM's for a message without a content lists 19 errors of its parser's classes."""
+    theirs = b'{"error": {"message": "19 validation errors", "code": 400}}'
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n"
+    with ScriptedServer(lambda _: head + b"Content-Length: %d\r\n\r\n%s" % (len(theirs), theirs)) as server:
+        served = serve(http_port=server.port)
+        for asked in ({"temperature": "hot"}, {"temperature": "hot", "stream": True}):
+            status, answer, _ = served.request("POST", "/v1/completions", {"prompt": "a"} | asked)
+            assert (status, answer["error"]["param"]) == (400, "temperature")
+            assert answer["error"]["message"] == 'temperature: expected a number from 0 to 2, found "hot"'
+        for asked in (
+            {"prompt_logprobs": 99},
+            {"response_format": {"type": "structural_tag", "format": 3}},
+            {"structured_outputs": {"structural_tag": 3}},
+        ):
+            status, answer, _ = served.request("POST", "/v1/completions", {"prompt": "a"} | asked)
+            assert (status, answer["error"]["message"]) == (400, "19 validation errors")
+        assert len(server.requests) == 5

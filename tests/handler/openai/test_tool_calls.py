@@ -219,6 +219,14 @@ def test_what_was_chosen_about_tools_counts(client: openai.OpenAI) -> None:
     assert named.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("said", ["[", '[{"name": "ti'])
+def test_a_forced_call_that_is_cut_before_its_name_has_no_content(client: openai.OpenAI, said: str) -> None:
+    cut = ask(client, said, tool_choice="required").choices[0]
+    assert (cut.message.content, cut.message.tool_calls) == (None, None)
+    chunks = list(ask(client, said, tool_choice="required", stream=True))
+    assert not any(chunk.choices[0].delta.content or chunk.choices[0].delta.tool_calls for chunk in chunks)
+
+
 def test_a_model_whose_calls_are_not_known_answers_with_text(serve: Callable[..., Any]) -> None:
     served = serve(files={"chat_template.jinja": TEMPLATE}, tool_call_parser="none")
     served.wait_ready()

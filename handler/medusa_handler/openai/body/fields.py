@@ -155,7 +155,7 @@ REFUSED_FOR_RESPONSES = REFUSED | {
     "enable_response_messages": Refusal("the prompt is not part of an answer"),
     "previous_input_messages": Refusal("send them as input"),
 }
-_NO_SUMMARY = Refusal("the reasoning is shown as it is, without a summary")
+_NO_SUMMARY = Refusal("the reasoning is shown as it is, without a summary", ("auto",))
 REFUSED_REASONING = {
     "summary": _NO_SUMMARY,
     "generate_summary": _NO_SUMMARY,
@@ -172,16 +172,19 @@ _TAKEN_BY_NONE = _names(
 _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 
 
-def check_generation_fields(body: Body, known: frozenset[str], *, can_relay: bool) -> None:
-    """Check the fields of a completion or chat like ``check_fields``. With ``can_relay``, some are for the engine."""
-    check_fields(body, known - OF_RELAYING_ENGINES if can_relay else known)
+def check_generation_fields(
+    body: Body, known: frozenset[str], refused: Mapping[str, Refusal] = REFUSED, *, can_relay: bool
+) -> None:
+    """Check the fields of a request for text like ``check_fields``. With ``can_relay``, some are for the engine."""
+    check_fields(body, known - OF_RELAYING_ENGINES if can_relay else known, refused)
 
 
 def check_fields(body: Body, known: frozenset[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
     """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
 
-    It is an UnsupportedRequestError if an engine's own server may know the field.
+    It is an UnsupportedRequestError if an engine's own server may know the field, and ignores no other one.
     """
+    unsupported = None
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:
             continue
@@ -190,7 +193,12 @@ def check_fields(body: Body, known: frozenset[str], refused: Mapping[str, Refusa
             raise _unknown(name, known)
         if not refusal.allows(value):
             kind = ApiError if name in _TAKEN_BY_NONE else UnsupportedRequestError
-            raise kind(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
+            error = kind(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
+            if kind is ApiError:
+                raise error
+            unsupported = unsupported or error
+    if unsupported is not None:
+        raise unsupported
 
 
 def check_inner_fields(
@@ -198,7 +206,7 @@ def check_inner_fields(
 ) -> None:
     """Raise ApiError 400 for a field of an object inside the body that is none of the ``known`` ones.
 
-    One of the ``refused`` ones may have a value that asks for nothing.
+    One of the ``refused`` ones may have a value that asks for nothing. Else it is an UnsupportedRequestError.
     """
     for name, value in found.items():
         if name in known:
@@ -208,7 +216,7 @@ def check_inner_fields(
             raise _unknown(name, known, f"{parent}.")
         if not refusal.allows(value):
             param = f"{parent}.{name}"
-            raise ApiError(400, f"{param}: {refusal.reason}", param=param, code="unsupported_value")
+            raise UnsupportedRequestError(400, f"{param}: {refusal.reason}", param=param, code="unsupported_value")
 
 
 def inner_object(

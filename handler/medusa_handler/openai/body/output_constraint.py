@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from medusa_runtime.engine.base import StructuredOutputs
 
-from ...faults import invalid
+from ...faults import invalid, unsupported
 from ...model.structured_outputs import json_object, json_schema, parse_structured_outputs
 from .fields import REFUSED_TEXT, TEXT, check_inner_fields, inner_object
 from .parameters import Body
@@ -72,6 +72,8 @@ def _response_format(body: Body) -> StructuredOutputs | None:
         return None
     if kind == "json_object":
         return json_object()
+    if kind == "structural_tag":
+        raise unsupported("response_format", _EXPECTED, value)
     if kind != "json_schema":
         raise invalid("response_format", _EXPECTED, value)
     described = value.get("json_schema")

@@ -82,7 +82,7 @@ def sampling(
     max_tokens = integer(defaults, "max_tokens", None, 1) if max_tokens is None else max_tokens
     params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=number(body, "temperature", 1.0, 0.0),
+        temperature=number(body, "temperature", 1.0, 0.0, 2.0),
         top_p=number(body, "top_p", 1.0, 0.0, 1.0, above=True),
         top_k=max(0, count(body, "top_k", 0, least=-1)),  # vLLM's clients say -1 for all
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),

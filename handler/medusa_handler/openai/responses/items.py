@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from medusa_runtime.errors import json_excerpt
-
-from ...faults import ApiError, invalid
+from ...faults import ApiError, invalid, unsupported
 from ..body.fields import Refusal, check_inner_fields
 from ..tools.choice import check_name
 
@@ -142,7 +140,4 @@ def _text(content: Any, name: str, known: tuple[str, ...] = _PARTS) -> str:
 
 def _unsupported(param: str, kind: Any, known: tuple[str, ...]) -> ApiError:
     hint = f" ({_HINTS[kind]})" if isinstance(kind, str) and kind in _HINTS else ""
-    expected = f"expected {', '.join(known[:-1])} or {known[-1]}"
-    return ApiError(
-        400, f"{param}: {expected}, found {json_excerpt(kind)}{hint}", param=param, code="unsupported_value"
-    )
+    return unsupported(param, f"{', '.join(known[:-1])} or {known[-1]}{hint}", kind)

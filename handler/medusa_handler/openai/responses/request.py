@@ -46,8 +46,7 @@ class ResponsesRequest:
 
     @classmethod
     def parse(cls, body: Body) -> ResponsesRequest:
-        """Read a body. Raises ApiError 400, which names the field at fault."""
-        fields.check_fields(body, fields.RESPONSES, fields.REFUSED_FOR_RESPONSES)
+        """Read a body of known fields. Raises ApiError 400, which names the field at fault."""
         instructions = _text(body, "instructions")
         effort = _effort(body)
         tools = flat_tools_of(body)

@@ -10,7 +10,7 @@ from typing import Any
 
 from medusa_runtime.engine.base import StructuredOutputs
 
-from ...faults import ApiError, invalid
+from ...faults import ApiError, invalid, unsupported
 from ..body.fields import Refusal, check_inner_fields
 from ..body.parameters import Body, flag
 from .formats import ForcedCallsParser, Format, NamedCallParser, ToolParser
@@ -174,7 +174,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
 
 def _flat_tool(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise invalid(name, '{"type": "function", "name": …}, the only type of tools here', tool)
+        raise unsupported(name, '{"type": "function", "name": …}, the only type of tools here', tool)
     check_inner_fields(tool, name, _FUNCTION, _REFUSED_OF_FUNCTION)
     _check_function(tool, name)
     function = {field: tool[field] for field in tool if field in _FUNCTION and field != "type"}
