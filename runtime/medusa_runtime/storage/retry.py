@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ..errors import StorageError, UnreachableError
@@ -15,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_EVERY_S = 10.0
+_IDLE_S = 1.0
 _MOST_DOUBLINGS = 100  # 2.0 to the power of a large count would overflow
 
 
@@ -58,29 +63,81 @@ class NoAnswerError(Exception):
     """A call has not returned within its time limit, which the message names."""
 
 
-def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
-    """Return what an operation returns. Raises NoAnswerError if that takes longer than ``timeout_s``.
+class CallThreads:
+    """Threads for calls that may hang. A thread stays behind in such a call, so there are ``most`` of them at most.
 
-    It is called in a thread of its own, which stays behind if the operation hangs. Raises RuntimeError if there is no
-    room for a thread.
+    A thread takes one call after another, and ends when none has come for a second.
     """
-    from concurrent.futures import Future  # 5 ms, and few stores need it
 
-    found = Future[T]()
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begin()
 
-    def run() -> None:
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._room = threading.Semaphore(self._most)
+        self._idle: deque[SimpleQueue[Callable[[], Callable[[], None]]]] = deque()  # where an idle thread takes a call
+
+    def call_within(self, timeout_s: float, operation: Callable[[], T]) -> T:
+        """Return what an operation returns. Raises NoAnswerError if that takes longer than ``timeout_s``.
+
+        Raises RuntimeError if there is no room for a thread.
+        """
+        from concurrent.futures import Future  # 5 ms, and few stores need it
+
+        if self._pid != os.getpid():  # a fork has no threads of its parent's
+            self._begin()
+        found, deadline = Future[T](), time.monotonic() + timeout_s
+
+        def run() -> Callable[[], None]:
+            try:
+                result = operation()
+            except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+                return partial(found.set_exception, error)
+            return partial(found.set_result, result)
+
+        if not self._room.acquire(timeout=timeout_s):  # earlier calls hang
+            raise NoAnswerError(f"no answer within {timeout_s:g} s")
         try:
-            found.set_result(operation())
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-            found.set_exception(error)
+            calls = self._idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            try:
+                threading.Thread(target=self._work, args=(calls,), name="call-within", daemon=True).start()
+            except RuntimeError:
+                self._room.release()
+                raise
+        calls.put(run)
+        try:
+            return found.result(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            if found.done():
+                raise
+            raise NoAnswerError(f"no answer within {timeout_s:g} s") from None
 
-    threading.Thread(target=run, name="call-within", daemon=True).start()
-    try:
-        return found.result(timeout_s)
-    except TimeoutError:
-        if found.done():
-            raise
-        raise NoAnswerError(f"no answer within {timeout_s:g} s") from None
+    def _work(self, calls: SimpleQueue[Callable[[], Callable[[], None]]]) -> None:
+        while True:
+            try:
+                run = calls.get(timeout=_IDLE_S)
+            except Empty:
+                try:
+                    self._idle.remove(calls)
+                except ValueError:  # a call comes at this moment
+                    continue
+                return
+            answer = run()
+            self._idle.append(calls)  # before the answer, so that the next call finds this thread
+            self._room.release()
+            answer()
+            del run, answer  # what they hold would stay for as long as this thread is idle
+
+
+_THREADS = CallThreads(256)
+
+
+def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
+    """Call an operation in one of this process's threads for that; see ``CallThreads``."""
+    return _THREADS.call_within(timeout_s, operation)
 
 
 class RetryLog:

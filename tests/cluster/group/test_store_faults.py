@@ -181,6 +181,60 @@ def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch,
             connect(place, group=GROUP, access=TOKEN, rank=1, purpose="steps", deadline=deadline)
 
 
+def test_calls_of_a_store_share_a_thread(tmp_path: Path) -> None:
+    box = BoundedMailbox(str(tmp_path))
+    box.put("a", b"x")
+    before = set(threading.enumerate())
+    for _ in range(100):
+        assert box.get("a") == b"x"
+    assert len(set(threading.enumerate()) - before) == 0
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "call-within"])
+
+
+def test_a_store_that_hangs_takes_no_more_than_some_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_ANSWER_S", 0.01)
+    hangs, answers = threading.Event(), threading.Event()
+    get = mailbox.FolderMailbox.get
+
+    def slow(self: mailbox.FolderMailbox, name: str) -> bytes | None:
+        hangs.set()
+        answers.wait(60)
+        return get(self, name)
+
+    box = BoundedMailbox(str(tmp_path))
+    box.put("a", b"x")
+    before = threading.active_count()
+    monkeypatch.setattr(mailbox.FolderMailbox, "get", slow)
+    try:
+        for _ in range(100):
+            with pytest.raises(EngineError, match="has not answered"):
+                box.get("a")
+        assert hangs.is_set()
+        assert threading.active_count() <= before + 32
+    finally:
+        answers.set()
+    monkeypatch.setattr(mailbox, "_ANSWER_S", 10.0)
+    assert box.get("a") == b"x"
+
+
+def test_a_listener_forgets_connections_that_have_ended(tmp_path: Path) -> None:
+    listener = StoreListener(str(tmp_path))
+    for _ in range(5):
+        ours = connect_through_store(str(tmp_path))
+        theirs, _ = listener.accept()
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+        theirs.sendall(b"y")
+        assert ours.recv(1) == b"y"
+        ours.close()
+        theirs.close()
+        until(lambda: not left(str(tmp_path)))
+    inner: Any = listener._mailbox
+    assert len(listener._known) <= 1
+    assert len(inner._inner._made) <= 1
+    listener.close()
+
+
 def broken_by(
     place: str, hang: Callable[[], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,12 +15,13 @@ from urllib.parse import unquote, urlsplit
 from medusa_runtime.errors import EngineError, MissingPackageError
 from medusa_runtime.process_limits import as_limit_error
 from medusa_runtime.storage.base import redacted, scheme_of
-from medusa_runtime.storage.retry import NoAnswerError, call_within
+from medusa_runtime.storage.retry import CallThreads, NoAnswerError
 
 T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES = 8 << 20
 _ANSWER_S = 10.0  # the time limit of one call
+_MOST_CALLS = 32  # at the same time; a group's largest listener has half as many
 
 
 class Mailbox(Protocol):
@@ -54,6 +55,7 @@ class BoundedMailbox:
     def __init__(self, url: str) -> None:
         """Open the mailbox. Raises MissingPackageError, which says what to install, and EngineError."""
         self._shown = redacted(url)
+        self._threads = CallThreads(_MOST_CALLS)
         self._inner = self._within(lambda: _unbounded(url))
 
     def put(self, name: str, data: bytes) -> None:
@@ -76,7 +78,7 @@ class BoundedMailbox:
 
     def _within(self, call: Callable[[], T]) -> T:
         try:
-            return call_within(_ANSWER_S, call)
+            return self._threads.call_within(_ANSWER_S, call)
         except NoAnswerError:
             raise EngineError(f"{self._shown}: the store has not answered within {_ANSWER_S:g} s") from None
         except RuntimeError as error:  # there is no room for a thread
@@ -133,6 +135,7 @@ class FolderMailbox:
 
     def clear(self, folder: str) -> None:
         shutil.rmtree(self._folder / folder, ignore_errors=True)
+        self._made.discard(self._folder / folder)
 
     def names(self, folder: str) -> list[str]:
         try:

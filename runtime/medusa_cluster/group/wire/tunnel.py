@@ -68,8 +68,9 @@ class StoreListener:
         """Wait for a connection. Raises OSError when the listener is closed, or if the store cannot be read."""
         while not self._closed.is_set():
             try:
-                calls = filter(_CALL.fullmatch, self._mailbox.names(_CALLS))
-                new = [name for name in calls if name not in self._known]
+                calls = set(filter(_CALL.fullmatch, self._mailbox.names(_CALLS)))
+                self._known &= calls  # the others cannot come again
+                new = sorted(calls - self._known)
                 if new:
                     self._known.add(new[0])
                     self._mailbox.delete(f"{_CALLS}/{new[0]}")
