@@ -41,14 +41,11 @@ class Chain:
                 yield name, self._before(position, lane)
 
     def _before(self, position: int, lane: int) -> tuple[str, ...]:
-        found: list[str] = []
+        found: Group = ()
         while position > 1 and len(found) < _FALLBACKS:
             position -= 1
-            group = self.groups[position]
-            found += [group[(lane + step) % len(group)] for step in range(len(group))]
-        head = self.groups[0]
-        found += [head[(lane + step) % len(head)] for step in range(len(head))]
-        return tuple(found)
+            found += _rotated(self.groups[position], lane)
+        return found + _rotated(self.groups[0], lane)
 
 
 def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str] = frozenset()) -> tuple[Chain, ...]:
@@ -81,6 +78,13 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
         for chain, rate in zip(chains, rates, strict=True)
         if len(chain) > 1
     )
+
+
+def _rotated(group: Group, lane: int) -> Group:
+    if len(group) < 2:
+        return group
+    first = lane % len(group)
+    return group[first:] + group[:first]
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:

@@ -64,6 +64,7 @@ class SettledModel:
     load: Load
     mark: object
     kept: bool
+    claim: Claim
     wanted: int
     monitors: tuple[tuple[Role, Monitor], ...]
 
@@ -115,12 +116,11 @@ class InstanceCounter:
             settled = self._known.get(name)
             if settled is not None and self._is_unchanged(name, settled):
                 self._settled[name] = settled
-                number = settled.wanted
+                claim, number = settled.claim, settled.wanted
             else:
                 self._counts[name] = self._count_roles(deployment)
-                number = sum(count.wanted for count in self._counts[name])
+                claim, number = Claim.of(deployment), sum(count.wanted for count in self._counts[name])
             if number:
-                claim = Claim.of(deployment)
                 wanted[claim] = wanted.get(claim, 0) + number
         sharing = self._sharing(wanted)
         if sharing:
@@ -136,7 +136,7 @@ class InstanceCounter:
         for bound in bounds(self._index.shapes, wanted):
             if sum(wanted[claim] * slots for claim, slots in bound.slots_of.items()) > bound.capacity:
                 short |= bound.slots_of.keys()
-        return [name for name in self._settled if short and Claim.of(self._state.deployments[name]) in short]
+        return [name for name, settled in self._settled.items() if settled.claim in short] if short else []
 
     def samples(self, model: str) -> tuple[tuple[float, float], ...]:
         """Return the samples of a model's load, of instances that do all."""
@@ -170,7 +170,8 @@ class InstanceCounter:
         load = self._state.loads.get(name, NO_LOAD)
         kept = any(count.current > max(count.monitor.samples[0][1], count.deployment.min) for count in counts)
         monitors = tuple((count.role, count.monitor) for count in counts)
-        return SettledModel(load, self._index.marks.get(name), kept, sum(count.wanted for count in counts), monitors)
+        claim, wanted = Claim.of(counts[0].deployment), sum(count.wanted for count in counts)
+        return SettledModel(load, self._index.marks.get(name), kept, claim, wanted, monitors)
 
     def _monitor(self, model: str, role: Role) -> Monitor:
         settled = self._last.settled.get(model)

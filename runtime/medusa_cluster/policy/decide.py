@@ -212,12 +212,12 @@ class _Tick:
         Ray, too. Those that join are among the ones that are asked for.
         """
         state, options = self._state, self._options
-        there = [node for node in state.nodes.values() if node.state != "lost"]
-        if options.least_nodes is None:
-            return [], request(shortages, there), IdleNodes()
         if shortages:
-            back = take_back(state.nodes, shortages)
+            there = [node for node in state.nodes.values() if node.state != "lost"]
+            back = [] if options.least_nodes is None else take_back(state.nodes, shortages)
             return back, request(shortages, there), IdleNodes()
+        if options.least_nodes is None:
+            return [], _NONE_MISSING, IdleNodes()
         changes, idle = give_back(
             state.nodes,
             self._index,
@@ -366,7 +366,8 @@ class _Tick:
         """Return what the models wait for that should have an instance, and get none in this tick."""
         got = {start.model for start in self._starts}
         resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
-        got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
+        if resumed:
+            got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
         return waits({name: count.deployment for name, count in asked.items() if name not in got}, self._placement)
 
     def _turn_of(self, count: RoleCount) -> Turn:

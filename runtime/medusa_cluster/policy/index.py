@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .claims import shape_of
@@ -99,10 +99,10 @@ class Index:
     def update(self, nodes: Mapping[str, Node], changed: Collection[str] | None = None) -> None:
         """Make the index match these nodes. ``changed`` are the names to look at; see ``ClusterState.changed``."""
         seen = self._seen
-        names = changed if changed is not None and seen else nodes
-        for name, node in [
-            (name, nodes[name]) for name in names if name in nodes and seen.get(name) is not nodes[name]
-        ]:
+        looked: Iterable[tuple[str, Node]] = nodes.items()
+        if changed is not None and seen:
+            looked = [(name, nodes[name]) for name in changed if name in nodes]
+        for name, node in [(name, node) for name, node in looked if seen.get(name) is not node]:
             last = seen.get(name)
             seen[name] = node
             paced = node.pace_bytes_per_s is not None and node.state != "lost"
