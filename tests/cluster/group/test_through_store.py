@@ -232,7 +232,7 @@ def test_a_group_without_connections_writes_what_one_engine_writes(
 
 
 def test_a_lost_worker_is_noticed(tmp_path: Path, group: Callable[..., Group]) -> None:
-    made = group("0:2", "2:4", leader=str(tmp_path / "shared"), silent_s=1.0).start()
+    made = group("0:2", "2:4", leader=str(tmp_path / "shared")).start()
     made.wait_full()
     made.workers[1].close()
     assert made.leader.ask("A", max_tokens=8).wait().tokens
