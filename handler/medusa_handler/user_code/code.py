@@ -57,6 +57,8 @@ class UserCode:
             raise
         except (Exception, SystemExit) as error:
             what = f"{spec}: loading raised {type(error).__name__}: {error}"
+            if isinstance(error, AttributeError) and error.name and error.obj is None and context.weights is None:
+                what += "; without --model, context.weights and context.model are None"
             raise HandlerError(what) from error
 
     def _entry(self, target: Any) -> Callable[..., Any]:

@@ -33,10 +33,11 @@ def load_target(spec: str) -> Any:
                 )
             return target
     expected = repr(name) if name else " or ".join(map(repr, DEFAULT_NAMES))
-    found = ", ".join(_defined(module)) or "nothing"
-    raise HandlerLoadError(
-        f"{shown} does not define {expected}; it defines {found}; name one with --handler {place}:NAME"
-    )
+    defined = _defined(module)
+    todo = f"name one with --handler {place}:NAME"
+    if "model_fn" in defined:  # of SageMaker's own containers; none of its functions is a handler
+        todo = "docs/migrate.md shows a handler that calls SageMaker's model_fn and the others"
+    raise HandlerLoadError(f"{shown} does not define {expected}; it defines {', '.join(defined) or 'nothing'}; {todo}")
 
 
 def _source(place: str) -> Path | None:

@@ -195,3 +195,41 @@ def test_elsewhere_than_on_linux_one_line_says_what_works(tmp_path: Path, comman
     (line,) = done.stderr.splitlines()
     assert f"medusa {command} needs Linux, found macOS" in line
     assert "medusa run handler.py" in line
+
+
+INFERENCE = """
+import json
+
+def model_fn(model_dir):
+    return {"from": model_dir}
+
+def input_fn(body, content_type):
+    return json.loads(body)
+
+def predict_fn(data, model):
+    return [data, model["from"]]
+
+def output_fn(prediction, accept):
+    return json.dumps(prediction)
+"""
+
+
+def test_the_documented_handler_calls_sagemakers_functions(tmp_path: Path, medusa: Medusa) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text()
+    (tmp_path / "handler.py").write_text(text.split("```python\n")[1].split("```")[0])
+    (tmp_path / "inference.py").write_text(INFERENCE)
+    done = medusa(tmp_path, "run", "handler.py", "--request", "[1]")
+    assert (done.returncode, done.stdout.strip()) == (0, '[[1], "/opt/ml/model"]'), done.stderr
+    done = medusa(tmp_path, "run", "inference.py", "--request", "[1]")
+    assert "docs/migrate.md shows a handler that calls SageMaker's model_fn" in done.stderr
+
+
+@pytest.mark.parametrize(("attribute", "hint"), [("context.weights.build", True), ("self.net", False)])
+def test_a_missing_model_is_named_where_loading_needs_one(
+    tmp_path: Path, medusa: Medusa, attribute: str, hint: bool
+) -> None:
+    code = f"class Handler:\n  def load(self, context):\n    {attribute}(str)\n  def predict(self, request): ...\n"
+    (tmp_path / "handler.py").write_text(code)
+    done = medusa(tmp_path, "run", "handler.py")
+    assert done.returncode == 1
+    assert ("without --model, context.weights and context.model are None" in done.stderr) is hint
