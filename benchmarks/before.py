@@ -59,16 +59,19 @@ Sample = dict[str, float]
 
 def main() -> int:
     arguments = parsed()
-    folder: Path = arguments.model.resolve()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model={folder}: expected a folder with a checkpoint, found no config.json")
+    if "://" not in arguments.model:
+        arguments.model = str(Path(arguments.model).resolve())
+        if not Path(arguments.model, "config.json").is_file():
+            raise ConfigError(f"--model={arguments.model}: expected a folder with a checkpoint, found no config.json")
+    elif others := set(arguments.rows) - {"start"}:
+        raise ConfigError(f"--rows: expected start alone with a model in a store, found {', '.join(sorted(others))}")
     pythons = {"now": sys.executable, "before": arguments.python}
     for python in pythons.values():
         compile_packages(python)
     result = Result()
     targets: list[Target] = []
     for row in arguments.rows:
-        with sampler(row, folder, pythons) as sample:
+        with sampler(row, arguments.model, pythons) as sample:
             targets += compare(result, row, pythons, sample, arguments.pairs)
     print(result.table(), targets_table(targets), sep="\n\n")
     if arguments.json is not None:
@@ -79,7 +82,7 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", metavar="PYTHON", help="the interpreter of the earlier checkout's environment")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the checkpoint to start with")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the checkpoint to start with; a URL for start")
     parser.add_argument("--rows", type=rows, default=_ROWS, metavar="ROW,ROW", help=f"which of {', '.join(_ROWS)}")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="of each, after one that warms caches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
@@ -94,17 +97,17 @@ def rows(text: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def sampler(row: str, folder: Path, pythons: dict[str, str]) -> Iterator[Callable[[str], Sample]]:
+def sampler(row: str, model: str, pythons: dict[str, str]) -> Iterator[Callable[[str], Sample]]:
     """Yield a function that takes a sample of this row with a given interpreter."""
     if row == "start":
-        yield partial(start, folder=str(folder))
+        yield partial(start, model=model)
     elif row == "import":
         yield partial(command, arguments=("--version",))
     elif row == "livez":
         with two_functions(pythons) as served:
             yield lambda python: probes(served, python)
     else:
-        variant = _ORIGINS["plain" if row == "fetch" else "limited"]
+        variant, folder = _ORIGINS["plain" if row == "fetch" else "limited"], Path(model)
         with (
             tempfile.TemporaryDirectory(prefix="m") as scratch,
             Origin(folder.parent, Path(scratch), variant, builtin=True) as origin,
@@ -132,9 +135,9 @@ def compare(
     return targets
 
 
-def start(python: str, folder: str) -> Sample:
+def start(python: str, model: str) -> Sample:
     """Run a cold start up to its first answer. Return its seconds, and the CPU seconds of each process until then."""
-    question = Question(folder, folder, "The quick brown fox", max_tokens=1)
+    question = Question(model, model, "The quick brown fox", max_tokens=1)
     with Medusa(python=python).start(question) as instance:
         answer = instance.completion(question.body)
         used: Sample = defaultdict(float)

@@ -20,7 +20,6 @@ def test_a_hub_name_without_its_scheme(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("huggingface_hub")
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed}")
@@ -28,6 +27,11 @@ def test_a_hub_that_cannot_be_reached(fork_server: ForkServer, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     began = time.monotonic()
     done = fork_server.run(MEDUSA_MAIN, ["inspect", "hf://org/name"], environ=plain_environ())
-    assert time.monotonic() - began < 60  # the import of the client, and three tries
-    for words in (f"127.0.0.1:{closed}", "HTTPS_PROXY", "HF_TOKEN is not set", "[Storage.Unreachable]"):
+    assert time.monotonic() - began < 60  # three tries
+    for words in (
+        f"127.0.0.1 port {closed}",
+        "HTTPS_PROXY is not set",
+        "HF_ENDPOINT may name a mirror",
+        "[Storage.Unreachable]",
+    ):
         assert words in done.stderr

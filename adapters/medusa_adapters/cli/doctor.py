@@ -37,9 +37,10 @@ _LOW_FILES = 1024
 _CPU_TORCH = f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
 _FLAGS = ("engine", "device", "handler", "host", "port", "snapshots")  # of serve
 _EXTRAS = {
-    "boto3": ("s3", "s3:// needs it"),
-    "fsspec": ("fsspec", "gs://, az:// and other URLs need it"),
-    "huggingface_hub": ("hf", "hf:// needs it"),
+    "boto3": ("s3", "s3:// needs it for profiles and roles"),
+    "google-auth": ("gcs", "gs:// needs it for keys and logins in files"),
+    "azure-identity": ("azure", "az:// needs it for identities"),
+    "fsspec": ("fsspec", "URLs of other stores need it"),
     "pydantic": ("typed", "handlers with typed parameters need it"),
     "cloudevents": ("cloudevents", "handlers that take a CloudEvent need it"),
 }
@@ -165,9 +166,9 @@ def _optional(package: str, found: str | None, why: str) -> Finding:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package) if find_spec(package) else None
+        return version(package)
     except PackageNotFoundError:
-        return "installed"
+        return None
 
 
 def _snapshot(settings: Settings) -> Finding:

@@ -42,7 +42,10 @@ _MODULES = (
     "medusa_runtime.fetch.local_files",
     "medusa_runtime.logs",
     "medusa_runtime.node.agent",
+    "medusa_runtime.storage.azure",
+    "medusa_runtime.storage.google_cloud",
     "medusa_runtime.storage.http.store",
+    "medusa_runtime.storage.hub",
     "medusa_runtime.storage.s3",
     "medusa_vllm",
 )

@@ -100,11 +100,13 @@ STORES = {
     "http": "http.store:HttpStore",
     "https": "http.store:HttpStore",
     "s3": "s3:S3Store",
+    "hf": "hub:HubStore",
+    "gs": "google_cloud:GoogleCloudStore",
+    "gcs": "google_cloud:GoogleCloudStore",
+    "az": "azure:AzureStore",
+    "abfs": "azure:AzureStore",
+    "abfss": "azure:AzureStore",
 }
-# Schemes that go through fsspec, each with the extra of this package that installs what it needs.
-FSSPEC_EXTRAS = {
-    "memory": "fsspec", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf",
-}  # fmt: skip
 
 
 def open_store(url: str) -> Store:
@@ -117,9 +119,10 @@ def open_store(url: str) -> Store:
     scheme = scheme_of(url)
     target = STORES.get(scheme) or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
     if target is None:
-        known = ", ".join(["a path", *(f"{name}://" for name in (*STORES, *FSSPEC_EXTRAS) if name)])
+        known = ", ".join(["a path", *(f"{name}://" for name in STORES if name)])
         raise ConfigError(
-            f"{redacted(url)}: unknown scheme {scheme}://; expected one of {known}, or another one that fsspec knows"
+            f"{redacted(url)}: unknown scheme {scheme}://; expected one of {known}, or another one that fsspec knows "
+            '(pip install "medusa-runtime[fsspec]")'
         )
     module, _, name = target.partition(":")
     opened: Store = getattr(importlib.import_module(f"{__package__}.{module}"), name)(url)
@@ -133,8 +136,6 @@ def scheme_of(url: str) -> str:
 
 
 def _known_to_fsspec(scheme: str) -> bool:
-    if scheme in FSSPEC_EXTRAS:
-        return True
     try:
         from fsspec.registry import known_implementations, registry  # 30 ms, and only for a scheme that is not ours
     except ImportError:

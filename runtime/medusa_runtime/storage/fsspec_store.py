@@ -1,4 +1,4 @@
-"""The store for all URLs that fsspec knows: gs://, az://, hf://, memory:// and others."""
+"""The store for all other URLs that fsspec knows: webhdfs://, sftp://, github://, memory:// and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import (
-    ConfigError,
     ForbiddenError,
     MedusaError,
     MissingPackageError,
@@ -17,8 +16,7 @@ from ..errors import (
     StorageError,
     UnreachableError,
 )
-from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
-from .credentials import credentials_hint, google_options
+from .base import Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within, with_retries
 
 T = TypeVar("T")
@@ -55,22 +53,17 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.retries = RetryPolicy()
-        if scheme_of(url) == "hf" and not all(url.removeprefix("hf://").partition("/")[::2]):
-            raise ConfigError(f"{url} cannot be used: expected hf://org/name, found no organization or no name")
         try:
             import fsspec
 
             fsspec.get_filesystem_class(scheme_of(url))  # imports the scheme's own package, in 0.05 to 0.5 s
-            self._system, self._root = self._answered(lambda: fsspec.core.url_to_fs(url, **_options(scheme_of(url))))
-            _leave_retries_to_us(self._system)
+            self._system, self._root = self._answered(lambda: fsspec.core.url_to_fs(url))
         except ImportError as error:
             raise self._missing(error) from None
         except ValueError as error:
-            hint = credentials_hint(scheme_of(url))
-            expected = f"; expected credentials{hint}" if hint else ""
-            raise StorageError(f"{redacted(url)} cannot be opened: {error}{expected}") from None
+            raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
         except NoAnswerError as error:  # some file systems connect at once
-            raise UnreachableError(f"{redacted(url)}: {error}; {self._network_hint()}") from None
+            raise UnreachableError(f"{redacted(url)}: {error}; {_network_hint()}") from None
         except OSError as error:
             raise UnreachableError(f"{redacted(url)}: cannot be reached: {error.strerror or error}") from None
 
@@ -79,10 +72,7 @@ class FsspecStore:
         return call_within(self.retries.stall_s, operation)
 
     def _missing(self, error: ImportError) -> MissingPackageError:
-        scheme = scheme_of(self.url)
-        extra = FSSPEC_EXTRAS.get(scheme)
-        command = f'pip install "medusa-runtime[{extra}]"' if extra else f"install what fsspec asks for ({error})"
-        return MissingPackageError(f"{scheme}:// needs an optional package: {command}")
+        return MissingPackageError(f"{scheme_of(self.url)}:// needs a package that fsspec asks for: {error}")
 
     def name(self, key: str) -> str:
         return f"{redacted(self.url).rstrip('/')}/{key}"
@@ -93,38 +83,19 @@ class FsspecStore:
     def _translated(self, key: str, error: Exception) -> MedusaError | TransientError:
         name = self.name(key)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-            return ObjectNotFoundError(f"{name}: no such object; check the address{self._token_hint()}")
+            return ObjectNotFoundError(f"{name}: no such object; check the address")
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, PermissionError) or status in (401, 403):
             return ForbiddenError(
                 f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
-                f"{credentials_hint(scheme_of(self.url))}{self._token_hint()}"
             )
         if isinstance(error, NoAnswerError):
-            return TransientError(UnreachableError(f"{name}: {error}; {self._network_hint()}"))
+            return TransientError(UnreachableError(f"{name}: {error}; {_network_hint()}"))
         if _is_unreachable(error):
             return TransientError(
-                UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {self._network_hint()}")
+                UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {_network_hint()}")
             )
         return TransientError(StorageError(f"{name}: {type(error).__name__} while reading"))
-
-    def _token_hint(self) -> str:
-        """Return what a model hub needs beside the address; empty for other stores."""
-        if scheme_of(self.url) != "hf":
-            return ""
-        token = "set" if os.environ.get("HF_TOKEN") else "not set"
-        return f"; a private or gated model needs a token: HF_TOKEN is {token}"
-
-    def _network_hint(self) -> str:
-        proxy = next((name for name in _PROXIES if os.environ.get(name)), None)
-        through = f"through the proxy in {proxy}" if proxy else "HTTPS_PROXY is not set"
-        if scheme_of(self.url) != "hf":
-            return f"expected a network that reaches it ({through})"
-        if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "no", "false", "off"):
-            return "HF_HUB_OFFLINE is set, which forbids every request; unset it, or name a folder"
-        host = redacted(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-        ways = f"{through}; HF_ENDPOINT may name another host"
-        return f"expected a network that reaches {host} ({ways}){self._token_hint()}"
 
     def stat(self, key: str) -> ObjectInfo:
         return with_retries(self.retries, lambda: self._stat_once(key))
@@ -204,19 +175,10 @@ class FsspecStore:
     def close(self) -> None: ...
 
 
-def _options(scheme: str) -> dict[str, str]:
-    if scheme not in ("gs", "gcs"):
-        return {}
-    from fsspec.config import conf
-
-    return {} if conf.get("gs") or conf.get("gcs") else google_options(os.environ)
-
-
-def _leave_retries_to_us(system: Any) -> None:
-    """Let gcsfs try a request once: it would try six times, for a minute, and ours know the prefetcher's patience."""
-    once = getattr(getattr(type(system), "_request", None), "__wrapped__", None)
-    if once is not None:
-        system._request = once.__get__(system)
+def _network_hint() -> str:
+    proxy = next((name for name in _PROXIES if os.environ.get(name)), None)
+    through = f"through the proxy in {proxy}" if proxy else "HTTPS_PROXY is not set"
+    return f"expected a network that reaches it ({through})"
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -157,24 +157,24 @@ class S3Store(HttpStore):
         self._region = region
         self._home = parse_target(self._address())
 
-    def relocate(self, response: Response) -> bool:
+    def relocate(self, target: Target, response: Response) -> bool:
         region = response.headers.get("x-amz-bucket-region", "")
-        if response.status not in (301, 307, 400, 403) or region == (self._region or _USUAL_REGION):
+        if response.status not in (301, 307, 400, 403) or region == target.region:
             return False
         if not _REGION.fullmatch(region):  # it becomes a part of a host's name
             return False
         self._adopt(region)
         return True
 
-    def lacks_bucket(self, body: bytes) -> bool:
+    def lacks_bucket(self, response: Response, body: bytes) -> bool:
         return b"NoSuchBucket" in body
 
-    def denial(self, status: int, body: bytes) -> str | None:
+    def denial(self, response: Response, body: bytes) -> str | None:
         found = _CODE.search(body)
         code = found[1].decode() if found else ""
         if code in _DENIALS:
             return f", {code}: {_DENIALS[code]}"
-        if status not in (401, 403):
+        if response.status not in (401, 403):
             return None
         return (
             "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import medusa_runtime
@@ -87,8 +88,13 @@ def test_kernels_that_were_not_compiled_come_with_what_compiles_them(tmp_path: P
     assert lines[warned + 1].endswith("medusa_runtime/kernels/build.py")
 
 
+def _installed_nowhere(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
 def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "version", _installed_nowhere)
     found = {finding.name: finding for finding in doctor._packages()}
     assert found["flask"].level == "fail"
     assert found["boto3"].level == "-"

@@ -21,13 +21,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError, StorageError
-from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
+from medusa_runtime.storage.base import redacted, scheme_of
 
 from .leftovers import Leftovers, Range, new_suffix, pieces
 from .lines import NoteId, note_ids, there_are_results
 
 logger = logging.getLogger(__name__)
 
+# What writes to these schemes, by the extra of this package that installs it.
+_EXTRAS = {"memory": "fsspec", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _PART_S = 300.0  # after which an object of results is completed, and another one begun
 # By these an object differs from one that replaces it. Each file system has some of them.
 _VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created", "ino", "size")
@@ -47,7 +49,7 @@ class StoredObject:
 
             self._system, self._path = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            extra = FSSPEC_EXTRAS.get(scheme_of(url))
+            extra = _EXTRAS.get(scheme_of(url))
             wanted = f'pip install "medusa-runtime[{extra}]"' if extra else f"pip install fsspec s3fs ({error})"
             raise MissingPackageError(f"results at {scheme_of(url)}:// need an optional package: {wanted}") from None
         except ValueError as error:

@@ -6,12 +6,12 @@ import os
 from urllib.parse import unquote, urlsplit
 
 from ...errors import NodeError
-from ...storage.base import FSSPEC_EXTRAS, redacted, scheme_of
+from ...storage.base import STORES, redacted, scheme_of
 from ...storage.canonical_urls import canonical_url
 
 # The stores that an agent fetches from. fsspec knows many more schemes, and some of them (local, reference, zip,
 # simplecache …) read files of the machine they run on.
-FETCHED_SCHEMES = frozenset({"http", "https", "s3", *FSSPEC_EXTRAS} - {"memory"})
+FETCHED_SCHEMES = frozenset(STORES) - {"", "file"}
 _LONGEST_CHARACTERS = 4096
 
 

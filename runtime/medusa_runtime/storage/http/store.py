@@ -14,6 +14,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from ...errors import (
     ConfigError,
     ForbiddenError,
+    MedusaError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
@@ -73,6 +74,7 @@ class HttpStore:
 
     reuses_buffer = True
     interruptible = True
+    bucket = "bucket"  # what messages call the place in which objects lie
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
         self.url = url
@@ -105,12 +107,15 @@ class HttpStore:
             return {**headers, "Authorization": self._authorization}
         return dict(headers)
 
-    def relocate(self, response: Response) -> bool:
-        """Adopt another place that a response names, if any, and return whether to ask again there.
+    def relocate(self, target: Target, response: Response) -> bool:
+        """Adopt another place than ``target`` that a response names, if any, and return whether to ask again there.
 
         Stores with regions override this.
         """
         return False
+
+    def notice(self, key: str, response: Response) -> None:
+        """Look at an answer of the folder's own server before it is used. Stores with revisions override this."""
 
     def stat(self, key: str) -> ObjectInfo:
         return self.read(key, 0, 1)[1]
@@ -287,6 +292,8 @@ class HttpStore:
         target = moved or self.target(key)
         for _ in range(_MOST_REDIRECTS):
             connection, response = self._exchange(key, target, self.authorize(target, wanted))
+            if target.endpoint == self._home.endpoint:
+                self._notice(key, connection, response)
             if response.status in (200, 206, 416):
                 self._check_plain(key, connection, response)
                 return connection, response
@@ -297,7 +304,7 @@ class HttpStore:
                 connection.close()
             finally:
                 self._pool.give_back(connection)
-            if moved is None and (self.relocate(response) or self.target(key) != target):  # perhaps by another thread
+            if moved is None and self.relocate(target, response):
                 target = self.target(key)
             elif response.status in _REDIRECTS and "location" in response.headers:
                 self._moved[key] = target = moved = self._follow(key, target, response.headers["location"])
@@ -306,6 +313,14 @@ class HttpStore:
             else:
                 raise self._refusal(key, response, body)
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
+
+    def _notice(self, key: str, connection: Connection, response: Response) -> None:
+        try:
+            self.notice(key, response)
+        except MedusaError:
+            connection.close()
+            self._pool.give_back(connection)
+            raise
 
     def _check_plain(self, key: str, connection: Connection, response: Response) -> None:
         encoding = response.headers.get("content-encoding", "")
@@ -340,7 +355,9 @@ class HttpStore:
             )
         except WireError as error:
             raise TransientError(
-                UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
+                UnreachableError(
+                    f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}{self.detour()}"
+                )
             ) from None
         if proxy is None:
             try:
@@ -391,14 +408,14 @@ class HttpStore:
         if status == 412:
             return ObjectChangedError(f"{name} changed while it was read (412); start again")
         if status in (404, 410):
-            kind = BucketNotFoundError if self.lacks_bucket(body) else ObjectNotFoundError
-            what = "bucket" if kind is BucketNotFoundError else "object"
+            kind = BucketNotFoundError if self.lacks_bucket(response, body) else ObjectNotFoundError
+            what = self.bucket if kind is BucketNotFoundError else "object"
             return kind(f"{name}: no such {what} ({status}); check the address")
         if status == 407:
             return ForbiddenError(
                 f"{name}: the proxy wants to be authorized (407); expected HTTP_PROXY=http://user:password@host:port"
             )
-        if (hint := self.denial(status, body)) is not None:
+        if (hint := self.denial(response, body)) is not None:
             return ForbiddenError(f"{name}: access denied ({status}){hint}")
         if status in _TRANSIENT:
             return TransientError(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
@@ -409,15 +426,19 @@ class HttpStore:
         found = response.headers
         return retry_after_s(found.get("retry-after", ""), found.get("date", ""), time.time())
 
-    def lacks_bucket(self, body: bytes) -> bool:
+    def lacks_bucket(self, response: Response, body: bytes) -> bool:
         """Return whether, according to a 404 or 410, not only the object is missing."""
         return False
 
-    def denial(self, status: int, body: bytes) -> str | None:
+    def denial(self, response: Response, body: bytes) -> str | None:
         """Return, for a message, what to do if an answer means that access is denied; None if it does not mean that."""
-        if status in (401, 403):
+        if response.status in (401, 403):
             return "; expected an address that may be read, or https://user:password@host/…"
         return None
+
+    def detour(self) -> str:
+        """Return, for a message, by which other way a server might be reached."""
+        return ""
 
     def interrupt(self, thread: int) -> None:
         self._pool.interrupt(thread)

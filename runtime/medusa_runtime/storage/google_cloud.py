@@ -1,0 +1,205 @@
+"""The store for gs://bucket/prefix: Google Cloud Storage, by its XML API.
+
+On Cloud Run, GKE and Compute Engine the machine's service account is asked for tokens at the metadata server. Keys and
+logins in files are read by google-auth. The bytes never pass through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, UnreachableError
+from .base import redacted
+from .http.store import HttpStore, Target, parse_target
+from .http.wire import Connection, Response, WireError
+from .retry import NoAnswerError, RetryPolicy, TransientError, call_within
+
+_ENDPOINT = "https://storage.googleapis.com"
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
+_METADATA_SERVER = "169.254.169.254"  # by address: elsewhere its name would be looked up in vain
+_METADATA_S = 3.0  # as long as Google's own library waits for one answer
+_TOKEN_PATH = "/computeMetadata/v1/instance/service-accounts/default/token"
+_ANSWER_BYTES = 64 << 10
+_RENEW_S = 225.0  # before a token expires: the metadata server has the next one from 5 minutes before that on
+_TRUE = ("1", "true", "yes", "on")
+
+Token = Callable[[], str | None]  # returns a token that is valid now; None for requests without one
+
+
+class GoogleCloudStore(HttpStore):
+    """A prefix of a bucket.
+
+    It reads the variables that Google's own tools read: GOOGLE_APPLICATION_CREDENTIALS, CLOUDSDK_CONFIG (the login of
+    `gcloud auth application-default login`), GCE_METADATA_HOST, NO_GCE_CHECK=true for machines without a metadata
+    server, and STORAGE_EMULATOR_HOST. Without credentials, requests are anonymous.
+    """
+
+    def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
+        parts = urlsplit(url)
+        if not parts.netloc:
+            raise ConfigError(f"{redacted(url)}: expected gs://bucket/prefix, found no bucket")
+        self._environ = os.environ if environ is None else environ
+        self._token: Token | None = None
+        self._finding = threading.Lock()
+        prefix = parts.path.strip("/")
+        super().__init__(
+            f"{self._endpoint()}/{quote(parts.netloc)}{f'/{quote(prefix)}' if prefix else ''}", retries, self._environ
+        )
+        self.url = url
+
+    def _endpoint(self) -> str:
+        emulator = self._environ.get("STORAGE_EMULATOR_HOST")
+        if not emulator:
+            return _ENDPOINT
+        url = emulator if "://" in emulator else f"http://{emulator}"
+        try:
+            parse_target(url)
+        except ConfigError:
+            raise ConfigError(
+                f"STORAGE_EMULATOR_HOST={redacted(emulator)!r} cannot be used: expected http(s)://host[:port]"
+            ) from None
+        return url.rstrip("/")
+
+    def find_home(self) -> None:
+        with self._finding:
+            if self._token is None:
+                self._token = self._find()
+
+    def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
+        assert self._token is not None
+        if target.endpoint != self._home.endpoint:
+            return dict(headers)
+        with self._finding:
+            token = self._token()
+        return {**headers, "Authorization": f"Bearer {token}"} if token else dict(headers)
+
+    def _find(self) -> Token:
+        """Return a function that returns the current token.
+
+        Raises TransientError where a pod's metadata server may still be about to start.
+        """
+        env = self._environ
+        if env.get("GOOGLE_APPLICATION_CREDENTIALS") or _login(env).exists():
+            return self._from_file()
+        if env.get("STORAGE_EMULATOR_HOST") or env.get("NO_GCE_CHECK", "").lower() in _TRUE:
+            return lambda: None
+        server = MetadataServer(env.get("GCE_METADATA_HOST") or env.get("GCE_METADATA_IP") or _METADATA_SERVER)
+        try:
+            found = server.token()
+        except UnreachableError as error:
+            if "KUBERNETES_SERVICE_HOST" in env and os.strerror(errno.ECONNREFUSED) in str(error):
+                raise TransientError(UnreachableError(f"{redacted(self.url)}: {error}")) from None
+            return lambda: None
+        return lambda: None if found is None else server.token()
+
+    def _from_file(self) -> Token:
+        try:
+            import google.auth
+            from google.auth.exceptions import GoogleAuthError
+            from google.auth.transport.requests import Request
+        except ModuleNotFoundError:
+            raise MissingPackageError(
+                f"{redacted(self.url)}: reading the file of credentials needs google-auth: "
+                'pip install "medusa-runtime[gcs]"'
+            ) from None
+
+        def answered(what: str, operation: Callable[[], Any]) -> Any:
+            try:
+                return call_within(self.retries.stall_s, operation)
+            except NoAnswerError as error:
+                raise TransientError(UnreachableError(f"{redacted(self.url)}: {what}: {error}")) from None
+            except (GoogleAuthError, OSError, ValueError) as error:
+                raise ForbiddenError(f"{redacted(self.url)}: {what}: {error}") from None
+
+        credentials, _ = answered("no credentials", lambda: google.auth.default(scopes=[_SCOPE]))
+
+        def token() -> str | None:
+            if not credentials.valid:
+                answered("credentials cannot be refreshed", lambda: credentials.refresh(Request()))
+            return str(credentials.token)
+
+        return token
+
+    def lacks_bucket(self, response: Response, body: bytes) -> bool:
+        return b"NoSuchBucket" in body
+
+    def denial(self, response: Response, body: bytes) -> str | None:
+        if response.status not in (401, 403):
+            return None
+        return (
+            "; expected credentials that may read it: the machine's service account, GOOGLE_APPLICATION_CREDENTIALS "
+            "with the path of a key file, or `gcloud auth application-default login`. A bucket that anybody may read "
+            "needs none"
+        )
+
+
+class MetadataServer:
+    """The tokens of a machine's service account ("VM metadata" in the documentation of Compute Engine)."""
+
+    def __init__(self, host: str) -> None:
+        """Take an address or a name, perhaps with a port. Raises ConfigError if it is neither."""
+        try:
+            self._endpoint = parse_target(f"http://{host}").endpoint
+        except ConfigError:
+            raise ConfigError(f"GCE_METADATA_HOST={host!r} cannot be used: expected host[:port]") from None
+        self._token, self._expires_at = "", 0.0
+
+    def token(self) -> str | None:
+        """Return a token that is valid for some minutes; None if the machine has no service account.
+
+        Raises UnreachableError if there is no metadata server of Google's.
+        """
+        if time.monotonic() < self._expires_at - _RENEW_S:
+            return self._token
+        try:
+            answer = self._ask()
+        except MedusaError:
+            if time.monotonic() < self._expires_at:
+                return self._token
+            raise
+        if answer is None:
+            return None
+        try:
+            found = json.loads(answer)
+            token, lifetime_s = found["access_token"], float(found["expires_in"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            token, lifetime_s = "", 0.0
+        if not (isinstance(token, str) and token.isascii() and token.isprintable() and token):
+            raise UnreachableError(f"the metadata server {self._endpoint.authority} sent no access token")
+        self._token, self._expires_at = token, time.monotonic() + lifetime_s
+        return token
+
+    def _ask(self) -> bytes | None:
+        where = f"the metadata server {self._endpoint.authority}"
+        try:
+            connection = Connection(self._endpoint, _METADATA_S)
+        except WireError as error:
+            raise UnreachableError(f"{where} cannot be reached: {error}") from None
+        try:
+            response = connection.request(_TOKEN_PATH, {"Metadata-Flavor": "Google"})
+            body = connection.body(_ANSWER_BYTES)
+        except WireError as error:
+            raise UnreachableError(f"{where}: {error}") from None
+        finally:
+            connection.close()
+        if response.headers.get("metadata-flavor") != "Google":
+            raise UnreachableError(f"{where} is not Google's")
+        if response.status == 404:
+            return None
+        if response.status != 200:
+            raise UnreachableError(f"{where} answers {response.status}")
+        return body
+
+
+def _login(environ: Mapping[str, str]) -> Path:
+    """Return where gcloud keeps what a user has logged in with."""
+    folder = environ.get("CLOUDSDK_CONFIG") or Path("~/.config/gcloud").expanduser()
+    return Path(folder, "application_default_credentials.json")
