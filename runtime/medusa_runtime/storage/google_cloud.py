@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, UnreachableError
+from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, StorageError, UnreachableError
 from .base import redacted
 from .http.store import HttpStore, Target, parse_target
 from .http.wire import Connection, Response, WireError
@@ -96,7 +96,7 @@ class GoogleCloudStore(HttpStore):
             found = server.token()
         except UnreachableError as error:
             if "KUBERNETES_SERVICE_HOST" in env and os.strerror(errno.ECONNREFUSED) in str(error):
-                raise TransientError(UnreachableError(f"{redacted(self.url)}: {error}")) from None
+                raise TransientError(StorageError(f"{redacted(self.url)}: {error}")) from None  # for about 8 s
             return lambda: None
         return lambda: None if found is None else server.token()
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from medusa_runtime.errors import ConfigError, ForbiddenError, ObjectChangedError, ObjectNotFoundError, UnreachableError
+from medusa_runtime.errors import ConfigError, ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
 from medusa_runtime.storage.base import open_store
 from medusa_runtime.storage.google_cloud import GoogleCloudStore, MetadataServer
 from medusa_runtime.storage.retry import RetryPolicy
@@ -141,7 +141,7 @@ def test_a_pods_metadata_server_that_is_about_to_start_is_asked_again(
     assert store.read("w", 0, 10)[0], "on a laptop, nothing there means that there is none"
     pod = on_a_machine_of_google(open_bucket(), refused)
     pod._environ = {**pod._environ, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    with pytest.raises(UnreachableError, match=r"metadata server 127.0.0.1:1 .*refused.* \(tried 2 times\)"):
+    with pytest.raises(StorageError, match=r"metadata server 127.0.0.1:1 .*refused.* \(tried 2 times\)"):
         pod.read("w", 0, 10)
     with metadata:
         pod._environ = {**pod._environ, "GCE_METADATA_HOST": address}
