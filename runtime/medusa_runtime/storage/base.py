@@ -107,6 +107,7 @@ STORES = {
     "abfs": "azure:AzureStore",
     "abfss": "azure:AzureStore",
 }
+_BY_FSSPEC = "fsspec+"  # before a scheme that fsspec is to read, although there is a store of our own
 
 
 def open_store(url: str) -> Store:
@@ -117,7 +118,12 @@ def open_store(url: str) -> Store:
     if not url:
         raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
     scheme = scheme_of(url)
-    target = STORES.get(scheme) or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
+    if scheme.startswith(_BY_FSSPEC):
+        url, scheme = url[len(_BY_FSSPEC) :], scheme.removeprefix(_BY_FSSPEC)
+        target = None
+    else:
+        target = STORES.get(scheme)
+    target = target or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
     if target is None:
         known = ", ".join(["a path", *(f"{name}://" for name in STORES if name)])
         raise ConfigError(

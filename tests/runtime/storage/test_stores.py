@@ -197,6 +197,14 @@ def test_a_secret_in_a_url_that_lacks_slashes_is_not_shown(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_fsspec_may_read_what_a_store_of_ours_reads(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "w").write_bytes(BODY)
+    store = open_store(f"fsspec+file://{tmp_path}")
+    assert isinstance(store, FsspecStore)
+    assert store.read("w", 5, 10)[0] == BODY[5:10]
+
+
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"gopher://host/p: unknown scheme .*file://.*https://.*s3://.*hf://.*gs://"
