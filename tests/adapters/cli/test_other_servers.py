@@ -91,4 +91,4 @@ def test_the_page_about_other_servers_says_the_same() -> None:
             said = set(re.findall(r"--[a-z-]+", MEANT[flag])) if flag in MEANT else {flag}
             assert said & set(here) or (not said and not here), row
     metrics = (DOCS / "metrics.md").read_text()
-    assert all(f"`{name}`" in metrics for name in re.findall(r"medusa_[a-z_]+", page))
+    assert all(f"`{name}`" in metrics for name in re.findall(r"`(medusa_[a-z_]+)", page))
