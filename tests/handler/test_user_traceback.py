@@ -77,3 +77,10 @@ def test_a_file_that_is_no_python_is_shown_without_our_import(tmp_path: Path) ->
     assert "def handle(request:" in text
     assert "medusa_handler" not in text
     assert "importlib" not in text
+
+
+def test_a_web_application_is_not_taken_for_a_function(tmp_path: Path) -> None:
+    """It can be called, but with other arguments."""
+    (tmp_path / "service.py").write_text("import flask\n\napp = flask.Flask('service')\n")
+    with pytest.raises(HandlerLoadError, match=r"service.py: 'app' is a web application \(Flask\); .*docs/migrate.md"):
+        load_target(f"{tmp_path}/service.py:app")

@@ -15,6 +15,7 @@ from medusa_runtime.errors import HandlerLoadError
 from .user_traceback import is_ours
 
 DEFAULT_NAMES = ("Handler", "handle")
+_WEB_FRAMEWORKS = ("fastapi", "flask", "litestar", "quart", "starlette")  # their objects are callable, too
 PRIVATE_MODULE = "_medusa_function_"  # and the file's name: collides with no package
 
 
@@ -30,6 +31,11 @@ def load_target(spec: str) -> Any:
             if not callable(target) and not hasattr(target, "predict"):
                 raise HandlerLoadError(
                     f"{shown}: {candidate!r} is a {type(target).__name__}; expected a function or a class"
+                )
+            if type(target).__module__.partition(".")[0] in _WEB_FRAMEWORKS:
+                raise HandlerLoadError(
+                    f"{shown}: {candidate!r} is a web application ({type(target).__name__}); expected a function or a "
+                    "class, which docs/migrate.md shows how to make of it"
                 )
             return target
     expected = repr(name) if name else " or ".join(map(repr, DEFAULT_NAMES))

@@ -62,6 +62,7 @@ class HubServer:
 
 class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     hub: HubServer
     network = False
 
