@@ -20,6 +20,7 @@ from medusa_runtime.storage.azure import AzureStore, signed
 from medusa_runtime.storage.base import open_store
 from medusa_runtime.storage.retry import RetryPolicy
 from scripted_server import ScriptedServer
+from store_contract import check_ranges_and_versions
 
 BODY = bytes(range(256)) * 1000
 QUICK = RetryPolicy(attempts=1, unreachable_attempts=1)
@@ -75,16 +76,7 @@ def open_container() -> Iterator[Callable[..., AzureStore]]:
 
 def test_ranges_and_versions(azurite: str, open_container: Callable[..., AzureStore]) -> None:
     store = open_container("az://models/my model/v1", AZURE_STORAGE_CONNECTION_STRING=azurite)
-    info = store.stat("w")
-    assert info.size == len(BODY)
-    buffer = bytearray(1000)
-    with memoryview(buffer) as view:
-        store.read_into("w", 300, view, info.version)
-    assert buffer == BODY[300:1300]
-    with pytest.raises(ObjectChangedError), memoryview(buffer) as view:
-        store.read_into("w", 0, view, '"another"')
-    with pytest.raises(ObjectNotFoundError, match="az://models/my model/v1/nothing: no such object"):
-        store.stat("nothing")
+    check_ranges_and_versions(store, BODY)
     nowhere = open_container("az://modles/v1", AZURE_STORAGE_CONNECTION_STRING=azurite)
     with pytest.raises(ObjectNotFoundError, match=r"az://modles/v1/w: no such container \(404\)"):
         nowhere.stat("w")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from medusa_runtime.errors import (
     ConfigError,
     ForbiddenError,
     MissingPackageError,
-    ObjectChangedError,
     ObjectNotFoundError,
 )
 from medusa_runtime.storage.base import open_store
@@ -23,44 +21,15 @@ from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
 from medusa_runtime.storage.sigv4 import Credentials, signed
 from scripted_server import ScriptedServer
+from store_contract import check_ranges_and_versions
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "secret/key+x"}
 BODY = bytes(range(256)) * 1000
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    import boto3
-
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://{host}:{port}",
-        aws_access_key_id="a",
-        aws_secret_access_key="b",
-        region_name="us-east-1",
-    )
-    client.create_bucket(Bucket="bucket")
-    client.put_object(Bucket="bucket", Key="my model/v1/w", Body=BODY)
-    client.close()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 def test_ranges_and_versions(moto: str) -> None:
     store = S3Store("s3://bucket/my model/v1", environ={**KEYS, "AWS_ENDPOINT_URL": moto})
-    info = store.stat("w")
-    assert info.size == len(BODY)
-    buffer = bytearray(1000)
-    with memoryview(buffer) as view:
-        store.read_into("w", 300, view, info.version)
-    assert buffer == BODY[300:1300]
-    with pytest.raises(ObjectChangedError), memoryview(buffer) as view:
-        store.read_into("w", 0, view, '"another"')
-    with pytest.raises(ObjectNotFoundError, match="s3://bucket/my model/v1/nothing: no such object"):
-        store.stat("nothing")
+    check_ranges_and_versions(store, BODY)
     store.close()
     nowhere = S3Store("s3://buckte/v1", environ={**KEYS, "AWS_ENDPOINT_URL": moto})
     with pytest.raises(ObjectNotFoundError, match=r"s3://buckte/v1/w: no such bucket \(404\)"):
