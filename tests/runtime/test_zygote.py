@@ -1,4 +1,4 @@
-"""What a zygote does with engines that end: by a signal, asking for another one, or because they cannot get ready."""
+"""A zygote and engines that end: by a signal, by asking for another one, or because they cannot get ready."""
 
 from __future__ import annotations
 

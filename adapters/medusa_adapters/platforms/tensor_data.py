@@ -23,6 +23,7 @@ def _floats(limit: float) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -limit < value < limit
 
 
+# By datatype, a function that says whether a value of JSON can be an element.
 DATATYPES: dict[str, Callable[[object], bool]] = {
     "BOOL": lambda value: isinstance(value, bool),
     **{f"UINT{bits}": _ints(0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
@@ -33,7 +34,6 @@ DATATYPES: dict[str, Callable[[object], bool]] = {
     "FP64": _floats(math.inf),
     "BYTES": lambda value: isinstance(value, str),
 }
-"""Whether a value of JSON can be an element of the datatype."""
 
 _FORMS = {
     "BOOL": "?",

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, StorageError, UnreachableError
 from .base import redacted
 from .http.store import HttpStore, Target, parse_target
+from .http.variables import checked_endpoint
 from .http.wire import Connection, Response, WireError
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within
 
@@ -60,13 +61,7 @@ class GoogleCloudStore(HttpStore):
         if not emulator:
             return _ENDPOINT
         url = emulator if "://" in emulator else f"http://{emulator}"
-        try:
-            parse_target(url)
-        except ConfigError:
-            raise ConfigError(
-                f"STORAGE_EMULATOR_HOST={redacted(emulator)!r} cannot be used: expected http(s)://host[:port]"
-            ) from None
-        return url.rstrip("/")
+        return checked_endpoint("STORAGE_EMULATOR_HOST", url).rstrip("/")
 
     def find_home(self) -> None:
         with self._finding:

@@ -16,7 +16,8 @@ from urllib.parse import quote, unquote
 
 from ..errors import ConfigError, ObjectChangedError, UnreachableError
 from .base import redacted
-from .http.store import HttpStore, Target, parse_target
+from .http.store import HttpStore, Target
+from .http.variables import checked_endpoint
 from .http.wire import Response
 from .retry import RetryPolicy
 
@@ -58,12 +59,8 @@ class HubStore(HttpStore):
         self.url = url
 
     def _endpoint(self) -> str:
-        url = self._environ.get("HF_ENDPOINT") or _ENDPOINT
-        try:
-            parse_target(url)
-        except ConfigError:
-            raise ConfigError(f"HF_ENDPOINT={redacted(url)!r} cannot be used: expected http(s)://host[:port]") from None
-        return url
+        url = self._environ.get("HF_ENDPOINT")
+        return checked_endpoint("HF_ENDPOINT", url) if url else _ENDPOINT
 
     def _find_token(self) -> str | None:
         env = self._environ

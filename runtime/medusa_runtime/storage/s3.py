@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from ..errors import ConfigError, ForbiddenError, MissingPackageError
 from .base import redacted
 from .http.store import HttpStore, Target, parse_target
+from .http.variables import checked_endpoint
 from .http.wire import Response
 from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
@@ -65,12 +66,7 @@ class S3Store(HttpStore):
     def _endpoint(self) -> str | None:
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if url := self._environ.get(name):
-                try:
-                    parse_target(url)
-                except ConfigError:
-                    shown = redacted(url).rpartition("@")[2]  # without a scheme, redacted finds no password
-                    raise ConfigError(f"{name}={shown!r} cannot be used: expected http(s)://host[:port]") from None
-                return url
+                return checked_endpoint(name, url)
         return None
 
     def _address(self) -> str:

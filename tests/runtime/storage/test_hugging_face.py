@@ -133,7 +133,7 @@ def test_bad_addresses_and_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected a token in one line"):
         HubStore("hf://org/name", environ={"HF_TOKEN": "hf_a\nX-Other: b"})
     with pytest.raises(ConfigError, match=r"HF_ENDPOINT='hub\.example' cannot be used"):
-        HubStore("hf://org/name", environ={"HF_ENDPOINT": "hub.example"})
+        HubStore("hf://org/name", environ={"HF_ENDPOINT": "user:secret@hub.example"})
 
 
 def test_a_folder_of_a_repository(hub: HubServer, open_hub: Open) -> None:

@@ -1,4 +1,4 @@
-"""What every store of objects does, whatever its protocol."""
+"""Checks that hold for every store of objects: its ranges and versions."""
 
 from __future__ import annotations
 
