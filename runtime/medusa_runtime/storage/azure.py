@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,7 +19,10 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import ConfigError, ForbiddenError, UnreachableError
 from .base import redacted
+from .credentials import RenewedCredentials
+from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
+from .http.variables import is_true
 from .http.wire import Response
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within
 
@@ -29,8 +31,6 @@ _SCOPE = "https://storage.azure.com/.default"
 _SUFFIX = "core.windows.net"
 _SUFFIXES = (_SUFFIX, "core.chinacloudapi.cn", "core.usgovcloudapi.net")  # of the clouds that Microsoft runs
 _ACCOUNT = re.compile("[a-z0-9]{3,24}")
-_CODE = re.compile(rb"<Code>([A-Za-z]{1,60})</Code>")
-_TRUE = ("1", "true", "yes", "on")
 _RENEW_S = 300  # before a token expires
 _EXPECTED = (
     "expected credentials that may read it in AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with "
@@ -73,15 +73,12 @@ class AzureStore(HttpStore):
         prefix = parts.path.strip("/")
         address = f"{self._account.url.rstrip('/')}/{quote(container)}{f'/{quote(prefix)}' if prefix else ''}"
         super().__init__(f"{address}?{self._account.sas}" if self._account.sas else address, retries, self._environ)
-        self._token: Callable[[], str | None] | None = None
-        self._finding = threading.Lock()
+        self._token = RenewedCredentials(self._find)
         self._searched = True  # whether everything was looked through in which an identity may be
         self.url = url
 
     def find_home(self) -> None:
-        with self._finding:
-            if self._token is None:
-                self._token = self._find()
+        self._token.find()
 
     def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
         if target.endpoint != self._home.endpoint:
@@ -89,14 +86,12 @@ class AzureStore(HttpStore):
         sent = {**headers, "x-ms-version": _API_VERSION}
         if self._account.key is not None:
             return signed(self._account.name, self._account.key, path=target.path, headers=sent)
-        assert self._token is not None
-        with self._finding:
-            token = self._token()
+        token = self._token.current()
         return {**sent, "Authorization": f"Bearer {token}"} if token else sent
 
     def _find(self) -> Callable[[], str | None]:
         """Return a function that returns the current token of an identity, or None where there is none."""
-        if self._account.key or self._account.sas or self._environ.get("AZURE_STORAGE_ANON", "").lower() in _TRUE:
+        if self._account.key or self._account.sas or is_true(self._environ, "AZURE_STORAGE_ANON"):
             return lambda: None
         try:
             from azure.core.exceptions import AzureError
@@ -215,5 +210,4 @@ def _code(response: Response, body: bytes) -> str:
     named = response.headers.get("x-ms-error-code", "")
     if re.fullmatch("[A-Za-z]{1,60}", named):
         return named
-    found = _CODE.search(body)
-    return found[1].decode() if found else ""
+    return error_code(body)

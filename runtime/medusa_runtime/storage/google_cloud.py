@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +17,10 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, StorageError, UnreachableError
 from .base import redacted
+from .credentials import RenewedCredentials
+from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
-from .http.variables import checked_endpoint
+from .http.variables import checked_endpoint, is_true
 from .http.wire import Connection, Response, WireError
 from .retry import NoAnswerError, RetryPolicy, TransientError, call_within
 
@@ -30,7 +31,6 @@ _METADATA_S = 3.0  # as long as Google's own library waits for one answer
 _TOKEN_PATH = "/computeMetadata/v1/instance/service-accounts/default/token"
 _ANSWER_BYTES = 64 << 10
 _RENEW_S = 225.0  # before a token expires: the metadata server has the next one from 5 minutes before that on
-_TRUE = ("1", "true", "yes", "on")
 
 Token = Callable[[], str | None]  # returns a token that is valid now; None for requests without one
 
@@ -48,8 +48,7 @@ class GoogleCloudStore(HttpStore):
         if not parts.netloc:
             raise ConfigError(f"{redacted(url)}: expected gs://bucket/prefix, found no bucket")
         self._environ = os.environ if environ is None else environ
-        self._token: Token | None = None
-        self._finding = threading.Lock()
+        self._token = RenewedCredentials(self._find)
         prefix = parts.path.strip("/")
         super().__init__(
             f"{self._endpoint()}/{quote(parts.netloc)}{f'/{quote(prefix)}' if prefix else ''}", retries, self._environ
@@ -64,16 +63,12 @@ class GoogleCloudStore(HttpStore):
         return checked_endpoint("STORAGE_EMULATOR_HOST", url).rstrip("/")
 
     def find_home(self) -> None:
-        with self._finding:
-            if self._token is None:
-                self._token = self._find()
+        self._token.find()
 
     def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
-        assert self._token is not None
         if target.endpoint != self._home.endpoint:
             return dict(headers)
-        with self._finding:
-            token = self._token()
+        token = self._token.current()
         return {**headers, "Authorization": f"Bearer {token}"} if token else dict(headers)
 
     def _find(self) -> Token:
@@ -84,7 +79,7 @@ class GoogleCloudStore(HttpStore):
         env = self._environ
         if env.get("GOOGLE_APPLICATION_CREDENTIALS") or _login(env).exists():
             return self._from_file()
-        if env.get("STORAGE_EMULATOR_HOST") or env.get("NO_GCE_CHECK", "").lower() in _TRUE:
+        if env.get("STORAGE_EMULATOR_HOST") or is_true(env, "NO_GCE_CHECK"):
             return lambda: None
         server = MetadataServer(env.get("GCE_METADATA_HOST") or env.get("GCE_METADATA_IP") or _METADATA_SERVER)
         try:
@@ -124,7 +119,7 @@ class GoogleCloudStore(HttpStore):
         return token
 
     def lacks_bucket(self, response: Response, body: bytes) -> bool:
-        return b"NoSuchBucket" in body
+        return error_code(body) == "NoSuchBucket"
 
     def denial(self, response: Response, body: bytes) -> str | None:
         if response.status not in (401, 403):

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from ..errors import ConfigError, ObjectChangedError, UnreachableError
 from .base import redacted
 from .http.store import HttpStore, Target
-from .http.variables import checked_endpoint
+from .http.variables import checked_endpoint, is_true
 from .http.wire import Response
 from .retry import RetryPolicy
 
@@ -26,7 +26,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _NAME = re.compile(
     r"((?:datasets/|spaces/)?[\w.-]+/[\w.-]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(.*))?", re.ASCII
 )
-_TRUE = ("1", "on", "yes", "true")
 _MISSING = ("RepoNotFound", "RevisionNotFound")  # in X-Error-Code
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -65,7 +64,7 @@ class HubStore(HttpStore):
     def _find_token(self) -> str | None:
         env = self._environ
         token = env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
-        if not token and env.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() not in _TRUE:
+        if not token and not is_true(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
             token = _first_line(_token_path(env))
         token = token and token.strip()
         if token and not (token.isascii() and token.isprintable()):
@@ -76,7 +75,7 @@ class HubStore(HttpStore):
         """Do nothing: the Hub, which no caller chooses, redirects to hosts of its content network as it likes."""
 
     def find_home(self) -> None:
-        if self._environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
+        if is_true(self._environ, "HF_HUB_OFFLINE"):
             raise UnreachableError(
                 f"{redacted(self.url)}: HF_HUB_OFFLINE is set, which forbids every request; unset it, or name a folder"
             )

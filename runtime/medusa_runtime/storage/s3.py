@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import ConfigError, ForbiddenError, MissingPackageError
 from .base import redacted
+from .credentials import RenewedCredentials
+from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
-from .http.variables import checked_endpoint
+from .http.variables import checked_endpoint, is_true
 from .http.wire import Response
 from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
@@ -30,7 +31,6 @@ _ELSEWHERE = (  # variables that name other sources of credentials, which only b
 )
 _USUAL_REGION = "us-east-1"
 _REGION = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
-_CODE = re.compile(rb"<Code>([A-Za-z]{1,60})</Code>")
 _DENIALS = {  # S3's codes, some of which come with status 400, and what to do
     "ExpiredToken": "the credentials have expired; expected new ones, or a role or profile that renews them",
     "RequestTimeTooSkewed": "the clock of this machine is wrong; expected the time of S3, within 15 minutes",
@@ -38,7 +38,6 @@ _DENIALS = {  # S3's codes, some of which come with status 400, and what to do
     "InvalidToken": "the session token is not valid; expected the one that belongs to the keys",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; expected the two of a pair",
 }
-_TRUE = ("1", "true", "yes", "on")
 
 
 class S3Store(HttpStore):
@@ -57,8 +56,7 @@ class S3Store(HttpStore):
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         self._endpoint_url = self._endpoint()
         self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
-        self._credentials: Callable[[], Credentials | None] | None = None
-        self._finding = threading.Lock()
+        self._credentials = RenewedCredentials(self._find)  # finding them may also set the region and the endpoint
         self._searched = True  # whether everything was looked through in which credentials may be
         super().__init__(self._address(), retries, self._environ)
         self.url = url
@@ -79,17 +77,13 @@ class S3Store(HttpStore):
         return f"https://{self._bucket}.{host}{prefix}"
 
     def find_home(self) -> None:
-        with self._finding:
-            if self._credentials is None:
-                self._credentials = self._find()  # may also set the region and the endpoint
+        self._credentials.find()
 
     def target(self, key: str) -> Target:
         return super().target(key)._replace(region=self._region or _USUAL_REGION)
 
     def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
-        assert self._credentials is not None
-        with self._finding:
-            credentials = self._credentials()
+        credentials = self._credentials.current()
         if credentials is None or target.endpoint != self._home.endpoint:
             return dict(headers)
         return signed(
@@ -106,7 +100,7 @@ class S3Store(HttpStore):
         They come from the environment, or from botocore, which keeps them fresh.
         """
         env = self._environ
-        if env.get("AWS_NO_SIGN_REQUEST", "").lower() in _TRUE:
+        if is_true(env, "AWS_NO_SIGN_REQUEST"):
             return lambda: None
         profile = any(env.get(name) for name in ("AWS_PROFILE", "AWS_DEFAULT_PROFILE"))
         if not profile and env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
@@ -163,11 +157,10 @@ class S3Store(HttpStore):
         return True
 
     def lacks_bucket(self, response: Response, body: bytes) -> bool:
-        return b"NoSuchBucket" in body
+        return error_code(body) == "NoSuchBucket"
 
     def denial(self, response: Response, body: bytes) -> str | None:
-        found = _CODE.search(body)
-        code = found[1].decode() if found else ""
+        code = error_code(body)
         if code in _DENIALS:
             return f", {code}: {_DENIALS[code]}"
         if response.status not in (401, 403):

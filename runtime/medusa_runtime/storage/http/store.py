@@ -23,6 +23,7 @@ from ...errors import (
 from ..base import Advance, BucketNotFoundError, ObjectInfo, redacted, require_validator, size_as_version
 from ..retry import RetryPolicy, RetryState, TransientError, with_retries
 from .endpoint import Endpoint, is_link_local, is_loopback
+from .error_body import first_words
 from .fields import (
     FieldError,
     basic_authorization,
@@ -419,7 +420,7 @@ class HttpStore:
             return ForbiddenError(f"{name}: access denied ({status}){hint}")
         if status in _TRANSIENT:
             return TransientError(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
-        return StorageError(f"{name}: expected 206, found {status} {_first_words(body)}".rstrip())
+        return StorageError(f"{name}: expected 206, found {status} {first_words(body)}".rstrip())
 
     @staticmethod
     def _retry_after_s(response: Response) -> float | None:
@@ -490,10 +491,3 @@ def _conditions(version: str | None) -> dict[str, str]:
     if version is None or version.startswith("W/"):
         return {}  # weak ETags never satisfy If-Match; each answer's version is compared anyway
     return {"If-Match": version} if version.startswith('"') else {"If-Unmodified-Since": version}
-
-
-def _first_words(body: bytes) -> str:
-    """Return the start of an error page's text for a message, without tags, line ends and control characters."""
-    text = re.sub(r"<[^>]*>|\s+", " ", body[:2000].decode("utf-8", "replace"))
-    text = "".join(each if each.isprintable() else " " for each in text)
-    return f"({' '.join(text.split())[:160]})" if text.strip() else ""

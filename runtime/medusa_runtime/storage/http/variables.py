@@ -1,10 +1,18 @@
-"""Addresses of stores that variables name."""
+"""What variables say about stores: addresses, and yes or no."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from ...errors import ConfigError
 from ..base import redacted
 from .store import parse_target
+
+_TRUE = ("1", "true", "yes", "on")
+
+
+def is_true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").lower() in _TRUE
 
 
 def checked_endpoint(variable: str, url: str) -> str:
