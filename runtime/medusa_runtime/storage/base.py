@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -107,6 +108,8 @@ STORES = {
     "abfs": "azure:AzureStore",
     "abfss": "azure:AzureStore",
 }
+# On the Hub, whose files have addresses with /resolve/.
+_MODEL_PAGE = r"https://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?(?:$|[?#]|tree/|blob/)"
 _BY_FSSPEC = "fsspec+"  # before a scheme that fsspec is to read, although there is a store of our own
 
 
@@ -118,6 +121,8 @@ def open_store(url: str) -> Store:
     if not url:
         raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
     scheme = scheme_of(url)
+    if scheme == "https" and (page := re.match(_MODEL_PAGE, url)):
+        raise ConfigError(f"{redacted(url)} is the page of a model, not of its files: expected hf://{page[1]}")
     if scheme.startswith(_BY_FSSPEC):
         url, scheme = url[len(_BY_FSSPEC) :], scheme.removeprefix(_BY_FSSPEC)
         target = None

@@ -26,6 +26,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _NAME = re.compile(
     r"((?:datasets/|spaces/)?[\w.-]+/[\w.-]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(.*))?", re.ASCII
 )
+_MOST_SAID = 200  # characters of the Hub's own message
 _MISSING = ("RepoNotFound", "RevisionNotFound")  # in X-Error-Code
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -54,22 +55,23 @@ class HubStore(HttpStore):
         self._folder = f"{quote(unquote(folder))}/" if folder else ""
         self._pinned = threading.Lock()
         super().__init__(self._endpoint(), retries, self._environ)
-        self._token = self._find_token()
+        self._token, self._token_place = self._find_token()
         self.url = url
 
     def _endpoint(self) -> str:
         url = self._environ.get("HF_ENDPOINT")
         return checked_endpoint("HF_ENDPOINT", url) if url else _ENDPOINT
 
-    def _find_token(self) -> str | None:
-        env = self._environ
+    def _find_token(self) -> tuple[str | None, str]:
+        """Return the token, if there is one, and for messages where it was found."""
+        env, place = self._environ, "HF_TOKEN"
         token = env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
         if not token and not is_true(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
-            token = _first_line(_token_path(env))
+            token, place = _first_line(_token_path(env)), str(_token_path(env))
         token = token and token.strip()
         if token and not (token.isascii() and token.isprintable()):
             raise ConfigError("HF_TOKEN cannot be used: expected a token in one line, found other characters")
-        return token or None
+        return token or None, place
 
     def limit_redirects(self, allows: Callable[[str], bool]) -> None:
         """Do nothing: the Hub, which no caller chooses, redirects to hosts of its content network as it likes."""
@@ -110,12 +112,20 @@ class HubStore(HttpStore):
     def denial(self, response: Response, body: bytes) -> str | None:
         if response.status not in (401, 403):
             return None
-        token = f"HF_TOKEN is {'set' if self._environ.get('HF_TOKEN') else 'not set'}"
-        if self._token and not self._environ.get("HF_TOKEN"):
-            token += ", and the token of `hf auth login` is used"
+        token = f"the token in {self._token_place} is used" if self._token else "HF_TOKEN is not set"
+        said = "".join(filter(str.isprintable, response.headers.get("x-error-message", "")))[:_MOST_SAID]
+        said = f" ({said})" if said else ""
         if response.headers.get("x-error-code") == "GatedRepo":
-            return f"; the model is gated: accept its terms on the Hub, with the account of the token ({token})"
-        return f"; no such model, or a private or gated one, which needs a token that may read it ({token})"
+            return f"; the model is gated: accept its terms on the Hub, with the account of the token ({token}){said}"
+        if response.status == 401 and self._token:
+            return (
+                f"; the Hub does not accept the token in {self._token_place}{said}: replace or remove it; a public "
+                "model needs none"
+            )
+        return f"; no such model, or a private or gated one, which needs a token that may read it ({token}){said}"
+
+    def higher_limit(self) -> str:
+        return "" if self._token else "; it allows more to requests with a token (HF_TOKEN)"
 
     def detour(self) -> str:
         proxy = next((name for name in _PROXIES if self._environ.get(name)), None)

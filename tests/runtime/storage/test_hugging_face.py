@@ -18,6 +18,7 @@ from medusa_runtime.errors import (
     ForbiddenError,
     ObjectChangedError,
     ObjectNotFoundError,
+    StorageError,
     UnreachableError,
 )
 from medusa_runtime.storage.base import open_store
@@ -124,6 +125,31 @@ def test_what_is_missing_or_denied_is_said(hub: HubServer, open_hub: Open, tmp_p
         open_hub().stat("config.json")
     with pytest.raises(UnreachableError, match="HF_HUB_OFFLINE is set"):
         open_hub(HF_HUB_OFFLINE="1").stat("config.json")
+
+
+def test_a_token_that_has_expired_is_named(open_hub: Open, tmp_path: Path) -> None:
+    """The Hub refuses it for public models, too, which need none."""
+    with pytest.raises(ForbiddenError, match=r"does not accept the token in HF_TOKEN .Invalid credentials in Auth"):
+        open_hub(HF_TOKEN="hf_old").stat("config.json")
+    (tmp_path / "token").write_text("hf_older")
+    with pytest.raises(ForbiddenError, match=r"does not accept the token in \S*/token .*a public model needs none"):
+        open_hub(HF_TOKEN="", HF_HOME=str(tmp_path)).stat("config.json")
+
+
+def test_a_limit_says_when_it_ends(hub: HubServer, open_hub: Open, tmp_path: Path) -> None:
+    hub.limit = '"resolvers";r=0;t=217'
+    with pytest.raises(StorageError, match=r"answers 429 \(tried once; the server asks to wait 217 s\)"):
+        open_hub().stat("config.json")
+    with pytest.raises(StorageError, match=r"answers 429; it allows more to requests with a token \(HF_TOKEN\)"):
+        open_hub(HF_TOKEN="", HF_HOME=str(tmp_path)).stat("config.json")
+
+
+@pytest.mark.parametrize("place", ["", "/", "/tree/main", "/blob/main", "?library=transformers"])
+def test_the_address_of_a_models_page_is_not_taken_for_a_folder(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected hf://org/name"):
+        open_store(f"https://huggingface.co/org/name{place}")
+    store = open_store("https://huggingface.co/org/name/resolve/main")
+    store.close()
 
 
 def test_bad_addresses_and_tokens_are_refused() -> None:

@@ -30,6 +30,7 @@ class HubServer:
         self.asked: Counter[str] = Counter()  # how often each revision was asked for
         self.strangers: list[str] = []  # what the content network was told that is none of its business
         self.gated = False
+        self.limit = ""  # the RateLimit of answers, while there are to be no others than 429
         self.signature = 1  # the one that is valid now
         self.push("main", files)
         hub, network = (type(name, (_Answers,), {"hub": self}) for name in ("_Hub", "_Network"))
@@ -71,8 +72,12 @@ class _Answers(BaseHTTPRequestHandler):
         path = unquote(url.path)
         if self.network:
             return self._from_network(path, url.query)
-        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        if self.hub.limit:
+            return self._send(429, b"", {"RateLimit": self.hub.limit, "RateLimit-Policy": '"resolvers";q=3000;w=300'})
+        if "Authorization" not in self.headers:
             return self._send(401, b'{"error": "no token"}', {"X-Error-Code": "RepoNotFound"})
+        if self.headers["Authorization"] != f"Bearer {self.hub.token}":
+            return self._send(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
         if self.hub.gated:
             return self._send(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
         cached = f"/api/resolve-cache/models/{self.hub.model}/"

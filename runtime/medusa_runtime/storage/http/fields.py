@@ -8,6 +8,7 @@ consists of ASCII digits and has a largest value. Every function here takes time
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", re.IGNORECASE)
 _UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})", re.IGNORECASE)
 _ENTITY_TAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"')
+_USED_UP = re.compile(r";\s*r=0\s*;\s*t=([0-9]{1,18})")
 _DAYS = frozenset(["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"])
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 # Names of days and months are looked up afterwards: alternatives for them would take 1.7 ms of each start to compile.
@@ -175,6 +177,16 @@ def retry_after_s(text: str, answered: str, now: float) -> float | None:
         return float(text)
     until, at = _moment(text), _moment(answered)
     return None if until is None else max(until - (now if at is None else at), 0.0)
+
+
+def wait_s(fields: Mapping[str, str], now: float) -> float | None:
+    """Return how many seconds a server asks to wait, by its Retry-After or a used up RateLimit; None if it does not.
+
+    Source of the latter: draft-ietf-httpapi-ratelimit-headers. The Hugging Face Hub sends ``"resolvers";r=0;t=217``.
+    """
+    after_s = retry_after_s(fields.get("retry-after", ""), fields.get("date", ""), now)
+    used_up = _USED_UP.search(fields.get("ratelimit", ""))
+    return float(used_up[1]) if after_s is None and used_up else after_s
 
 
 def _moment(text: str) -> float | None:

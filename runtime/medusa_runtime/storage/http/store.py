@@ -31,8 +31,8 @@ from .fields import (
     entity_tag,
     http_date,
     is_encoded,
-    retry_after_s,
     unsatisfied_size,
+    wait_s,
 )
 from .pool import ConnectionPool
 from .proxy import Proxies
@@ -419,13 +419,10 @@ class HttpStore:
         if (hint := self.denial(response, body)) is not None:
             return ForbiddenError(f"{name}: access denied ({status}){hint}")
         if status in _TRANSIENT:
-            return TransientError(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
+            hint = self.higher_limit() if status == 429 else ""
+            answered = StorageError(f"{name}: the server answers {status}{hint}")
+            return TransientError(answered, wait_s(response.headers, time.time()))
         return StorageError(f"{name}: expected 206, found {status} {first_words(body)}".rstrip())
-
-    @staticmethod
-    def _retry_after_s(response: Response) -> float | None:
-        found = response.headers
-        return retry_after_s(found.get("retry-after", ""), found.get("date", ""), time.time())
 
     def lacks_bucket(self, response: Response, body: bytes) -> bool:
         """Return whether, according to a 404 or 410, not only the object is missing."""
@@ -436,6 +433,10 @@ class HttpStore:
         if response.status in (401, 403):
             return "; expected an address that may be read, or https://user:password@host/…"
         return None
+
+    def higher_limit(self) -> str:
+        """Return, for a message, how to be allowed more requests than a server's limit (429)."""
+        return ""
 
     def detour(self) -> str:
         """Return, for a message, by which other way a server might be reached."""
