@@ -25,7 +25,7 @@ from ..policy.sizing import LARGEST_GROUP
 from ..policy.state import Consolidate, Decision, StartInstance
 from .execution import Execution
 from .groups import Groups
-from .members import Members
+from .members import FORGET_LOST_S, Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
 from .obstacles import Obstacles
@@ -206,6 +206,7 @@ class Cluster:
         if not self._knows_enough():
             return
         now = time.monotonic()
+        self._forget_draining(now)
         self._groups.update()
         self.execution.look_after_helpers()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
@@ -220,6 +221,13 @@ class Cluster:
         self.state.publish()
         self.state.report_drained()
         self._tick_took_s = time.monotonic() - now
+
+    def _forget_draining(self, now: float) -> None:
+        """Forget that nodes drain which have been gone for an hour, at least since this controller's start."""
+        draining = self.state.draining
+        if draining.keys() - self.state.nodes.keys() and now - self._began > FORGET_LOST_S:
+            self.state.draining = {name: drain_s for name, drain_s in draining.items() if name in self.state.nodes}
+            self._save_at = 0.0
 
     def _begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""

@@ -293,7 +293,7 @@ class Execution:
             "url": decision.url,
             "sources": [nodes[name].url for name in decision.sources if name in nodes],
             "pin": decision.pin,
-            "version": self._state.versions.current(decision.url, self._state.copies().get(decision.url, {}).values()),
+            "version": self._state.newest_version(decision.url),
             **({} if layers is None else {"layers": layers}),
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
@@ -307,7 +307,7 @@ class Execution:
             if node is None or node.lost_at is not None:
                 del self._fetches[key]
                 continue
-            shown = {model["url"]: model for model in node.models()}
+            shown = node.shown()
             there = fetch.url in shown and shown[fetch.url]["state"] == "done"
             if there and node.seen_at >= fetch.at + _ORDERED_S:  # else it may be the copy before this fetch
                 del self._fetches[key]

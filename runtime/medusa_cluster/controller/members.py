@@ -30,7 +30,7 @@ _REACH_S = 1.0  # between two calls through Ray
 _REACHED_WITHIN_S = 3.0
 _SILENT_AFTER_S = 4.0  # a node that no order has reached for so long is silent
 _GIVE_UP_S = 60.0  # after a node's loss, its actor is ended
-_FORGET_LOST_S = 3600.0  # after a node's loss, the status no longer shows it
+FORGET_LOST_S = 3600.0  # after a node's loss, the status no longer shows it
 
 
 class Members:
@@ -80,7 +80,7 @@ class Members:
                 node.given_up = True
                 task = self._forgetting[name] = asyncio.create_task(self._forget(node))
                 task.add_done_callback(lambda _, name=name: self._forgetting.pop(name, None))  # type: ignore[misc]
-            if lost_s > _FORGET_LOST_S or never_came:
+            if lost_s > FORGET_LOST_S or never_came:
                 del nodes[name]
                 self._urls.pop(name, None)
                 self._refused.pop(name, None)

@@ -76,6 +76,7 @@ class KnownNode:
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (URL of a model, peer) that an event was logged for
     routed: tuple[Any, ...] = ()  # its URL and state in the routes
     starts: dict[str, dict[str, float]] = field(default_factory=dict)  # id of an instance in the status → its start
+    _shown: tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]] = field(default=({}, {}), repr=False)
 
     @property
     def url(self) -> str:
@@ -92,6 +93,12 @@ class KnownNode:
 
     def models(self) -> list[Mapping[str, Any]]:
         return list(self.status.get("models", ()))
+
+    def shown(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what the last status says of each model that the node has, at least in part, by URL."""
+        if self._shown[0] is not self.status:
+            self._shown = self.status, {model["url"]: model for model in self.models()}
+        return self._shown[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,9 +151,14 @@ class State:
         found: defaultdict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
         for node in self.nodes.values():
             if node.lost_at is None:
-                for model in node.models():
-                    found[model["url"]][node.name] = model
+                for url, model in node.shown().items():
+                    found[url][node.name] = model
         return found
+
+    def newest_version(self, url: str) -> str:
+        """Return the newest version of a model that a live node has, or an empty string."""
+        shown = [node.shown().get(url) for node in self.nodes.values() if node.lost_at is None]
+        return self.versions.current(url, [model for model in shown if model is not None])
 
     def leaving(self) -> set[str]:
         """Return the nodes that get nothing new, because they drain, were given back, or are ending by themselves."""

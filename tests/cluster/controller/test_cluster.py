@@ -316,14 +316,10 @@ def test_copies_follow_the_newest_version(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
         await until_async(lambda: all(MODEL in node.models for node in net.nodes.values()))
-        await until_async(
-            lambda: cluster.state.versions.current(MODEL, cluster.state.copies().get(MODEL, {}).values()) == "v1"
-        )
+        await until_async(lambda: cluster.state.newest_version(MODEL) == "v1")
         net.nodes["b"].models[MODEL]["version"] = net.nodes["b"].version = "v2"  # its agent has fetched anew
         net.nodes["a"].version = "v2"
-        await until_async(
-            lambda: cluster.state.versions.current(MODEL, cluster.state.copies().get(MODEL, {}).values()) == "v2"
-        )
+        await until_async(lambda: cluster.state.newest_version(MODEL) == "v2")
         await ask(cluster, "drain", node="b")
         fetch = await until_async(
             lambda: [call for call in net.nodes["a"].calls if call["op"] == "fetch" and call["version"] == "v2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from medusa_cluster.controller import execution
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownNode
+from medusa_cluster.controller.plan_file import read_plan
+from medusa_cluster.policy.state import Fetch
 from medusa_runtime.errors import ClusterError, InstanceError
 
 URL = "http://127.0.0.1/m"
@@ -86,6 +89,16 @@ def sizes(root: object) -> Counter[str]:
     return found
 
 
+class CountedStatus(dict[str, Any]):
+    """A node's status that counts how often somebody goes through its models."""
+
+    reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.reads += key == "models"
+        return super().get(key, default)
+
+
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -98,6 +111,8 @@ async def come_and_go(cluster: Cluster, names: list[str]) -> None:
         node = cluster.state.nodes[name]
         members._reach(node)
         members._take_status(node, members._checked(node, status_of(name, int(name[1:]))))
+        if number % 10 == 0:
+            await cluster.answer({"op": "drain", "arguments": {"node": name}})
         if number % 3 == 0:
             await cluster.answer({"op": "sources", "arguments": {"node": name, "url": URL + "2"}})
     for _ in range(3):
@@ -121,7 +136,9 @@ def test_nothing_is_left_of_ten_thousand_nodes_that_came_and_went(tmp_path: Path
     monkeypatch.setattr(execution, "_STOPPED_KEPT_S", 0.0)
 
     async def run() -> None:
-        cluster = Cluster(Nodes(), tmp_path / "controller.json")
+        path = tmp_path / "controller.json"
+        cluster = Cluster(Nodes(), path)
+        cluster._began -= LOST_S
         for name, url in (("m", URL), ("m2", URL + "2"), ("m3", URL + "3")):
             await cluster.answer({"op": "deploy", "arguments": {"name": name, "url": url, "min": 1, "max": 8}})
         before: Counter[str] = Counter()
@@ -131,5 +148,28 @@ def test_nothing_is_left_of_ten_thousand_nodes_that_came_and_went(tmp_path: Path
                 before = sizes(cluster)
         await cluster.execution.close()
         assert sizes(cluster) - before == Counter()
+        members: Any = cluster._members
+        members._take_list({"n1": "http://n1:8114"})
+        members._take_status(cluster.state.nodes["n1"], members._checked(cluster.state.nodes["n1"], status_of("n1", 1)))
+        assert read_plan(path).draining == {}
+
+    asyncio.run(run())
+
+
+def test_orders_to_fetch_do_not_go_through_all_copies_for_each_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        cluster = Cluster(Nodes(), tmp_path / "controller.json")
+        members: Any = cluster._members
+        names = [f"n{number}" for number in range(BATCH)]
+        members._take_list({name: f"http://{name}:8114" for name in names})
+        statuses = [CountedStatus(status_of(name, number)) for number, name in enumerate(names)]
+        for name, status in zip(names, statuses, strict=True):
+            members._take_status(cluster.state.nodes[name], status)
+        before = sum(status.reads for status in statuses)
+        for name in names:
+            cluster.execution.begin(Fetch(name, URL + "4", sources=("n1",)))
+        assert len(cluster.execution.fetches(time.monotonic())) == BATCH
+        assert sum(status.reads for status in statuses) - before <= BATCH
+        await cluster.execution.close()
 
     asyncio.run(run())

@@ -195,7 +195,7 @@ def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch:
         net.listed.discard("b")
         net.cut.add("b")
         await until_async(lambda: "b" in net.forgotten)
-        monkeypatch.setattr(members, "_FORGET_LOST_S", 0.0)
+        monkeypatch.setattr(members, "FORGET_LOST_S", 0.0)
         await until_async(lambda: "b" not in cluster.state.nodes)
         await ask(cluster, "deploy", name="m", url=MODEL)
         execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
