@@ -18,9 +18,11 @@ from cluster_nodes import MODEL, PATIENCE_S, ClusterNode
 from gateway_fixtures import NAME, GatewayProcess
 from medusa_cluster.json_lines import call
 from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.node.client import NodeClient
 from medusa_runtime.storage.sources import ORIGIN
 from memory_group import MemoryGroup
 from process_tree import alive, children
+from shared_memory import shared_files
 from slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from waiting import until
 
@@ -99,8 +101,17 @@ class Limited:
     def alive(self) -> bool:
         """Return whether all nodes are, and what their agents keep ready is there."""
         states = {node["name"]: node["state"] for node in self.call("status")["nodes"]}
-        ready = [{"torch-zygote", "engine", "spare"} <= set(node.processes().values()) for node in self.nodes.values()]
-        return states == dict.fromkeys(self.nodes, "alive") and all(ready)
+        kept = [{"torch-zygote", "engine", "spare"} <= set(node.processes().values()) for node in self.nodes.values()]
+        # A spare allocates its memory after its start, at its leisure.
+        return states == dict.fromkeys(self.nodes, "alive") and all(kept) and all(map(self.spare_bytes, self.nodes))
+
+    def spare_bytes(self, name: str) -> int:
+        """Return what a node's agent has allocated for the next model."""
+        with contextlib.suppress(NodeError):
+            agent = NodeClient(str(self.nodes[name].folder / "node.sock"))
+            with contextlib.closing(agent):
+                return int(agent.status()["ready_bytes"])
+        return 0
 
     def rest(self) -> None:
         """Have all nodes as if nothing had ever been deployed."""
@@ -129,6 +140,11 @@ class Limited:
             "files": len(files) - sockets,
             "shared": self.groups[name].shared_bytes(),
         }
+
+    def shared_files(self, name: str) -> str:
+        """Return what lies in a node's shared memory, and which processes hold it."""
+        node = self.nodes[name]
+        return "\n".join(map(str, shared_files(node.processes() | {node.process.pid: "keeper"})))
 
 
 def command_line(pid: int) -> bytes:
@@ -273,7 +289,7 @@ def test_what_keeps_a_cluster_running(limited: Limited, victim: str, phase: str)
     for name in limited.nodes:
         until(
             lambda name=name: at_most(limited.held(name), before[name]),
-            lambda name=name: f"{limited.held(name)} of {before[name]}",
+            lambda name=name: f"{limited.held(name)}, before: {before[name]}\n{limited.shared_files(name)}",
         )
     assert NAMED in limited.nodes[node].output()
 
