@@ -15,10 +15,11 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from ..errors import ConfigError, ForbiddenError, UnreachableError
 from .base import redacted
+from .bucket_url import parse_bucket_url
 from .credentials import RenewedCredentials
 from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
@@ -30,6 +31,7 @@ _API_VERSION = "2021-12-02"
 _SCOPE = "https://storage.azure.com/.default"
 _SUFFIX = "core.windows.net"
 _SUFFIXES = (_SUFFIX, "core.chinacloudapi.cn", "core.usgovcloudapi.net")  # of the clouds that Microsoft runs
+_CONTAINER = r"\$root|\$web|[a-z0-9-]{3,63}"
 _ACCOUNT = re.compile("[a-z0-9]{3,24}")
 _RENEW_S = 300  # before a token expires
 _EXPECTED = (
@@ -65,17 +67,17 @@ class AzureStore(HttpStore):
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
-        parts = urlsplit(url)
-        container, _, host = parts.netloc.partition("@")
-        if not container:
-            raise ConfigError(f"{redacted(url)}: expected az://container/prefix, found no container")
+        form = "az://container/prefix"
+        container, prefix, host = parse_bucket_url(url, form, kind=self.bucket, names=_CONTAINER)
         self._account = _account(redacted(url), host, self._environ)
-        prefix = parts.path.strip("/")
         address = f"{self._account.url.rstrip('/')}/{quote(container)}{f'/{quote(prefix)}' if prefix else ''}"
         super().__init__(f"{address}?{self._account.sas}" if self._account.sas else address, retries, self._environ)
         self._token = RenewedCredentials(self._find)
         self._searched = True  # whether everything was looked through in which an identity may be
         self.url = url
+
+    def name(self, key: str) -> str:
+        return f"{self.url.rstrip('/')}/{key}"  # in front of an @ there is no secret, but the container
 
     def find_home(self) -> None:
         self._token.find()
@@ -123,8 +125,17 @@ class AzureStore(HttpStore):
         code = _code(response, body)
         if response.status not in (401, 403) and code != "PublicAccessNotPermitted":
             return None
+        return f"{f', {code}' if code else ''}; {self._expected()}"
+
+    def absence(self, response: Response, body: bytes) -> str:
+        anonymous = not self._searched or is_true(self._environ, "AZURE_STORAGE_ANON")
+        if self._account.key or self._account.sas or not anonymous or _code(response, body) != "ResourceNotFound":
+            return super().absence(response, body)
+        return f", or a private container, because no credentials were sent; {self._expected()}"
+
+    def _expected(self) -> str:
         missing = "" if self._searched else '; an identity is found with pip install "medusa-runtime[azure]" only'
-        return f"{f', {code}' if code else ''}; {_EXPECTED}{missing}"
+        return f"{_EXPECTED}{missing}"
 
 
 def signed(

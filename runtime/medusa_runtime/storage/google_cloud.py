@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageError, StorageError, UnreachableError
 from .base import redacted
+from .bucket_url import parse_bucket_url
 from .credentials import RenewedCredentials
 from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
@@ -44,15 +45,10 @@ class GoogleCloudStore(HttpStore):
     """
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url)
-        if not parts.netloc:
-            raise ConfigError(f"{redacted(url)}: expected gs://bucket/prefix, found no bucket")
+        bucket, prefix, _ = parse_bucket_url(url, "gs://bucket/prefix")
         self._environ = os.environ if environ is None else environ
         self._token = RenewedCredentials(self._find)
-        prefix = parts.path.strip("/")
-        super().__init__(
-            f"{self._endpoint()}/{quote(parts.netloc)}{f'/{quote(prefix)}' if prefix else ''}", retries, self._environ
-        )
+        super().__init__(f"{self._endpoint()}/{bucket}{f'/{quote(prefix)}' if prefix else ''}", retries, self._environ)
         self.url = url
 
     def _endpoint(self) -> str:

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from ..errors import ConfigError, ForbiddenError, MissingPackageError
+from ..errors import ForbiddenError, MissingPackageError
 from .base import redacted
+from .bucket_url import parse_bucket_url
 from .credentials import RenewedCredentials
 from .http.error_body import error_code
 from .http.store import HttpStore, Target, parse_target
@@ -49,11 +50,8 @@ class S3Store(HttpStore):
     """
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url)
-        if not parts.netloc:
-            raise ConfigError(f"{redacted(url)}: expected s3://bucket/prefix, found no bucket")
         self._environ = os.environ if environ is None else environ
-        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._bucket, self._prefix, _ = parse_bucket_url(url, "s3://bucket/prefix")
         self._endpoint_url = self._endpoint()
         self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
         self._credentials = RenewedCredentials(self._find)  # finding them may also set the region and the endpoint

@@ -192,6 +192,23 @@ def test_anonymous(open_container: Callable[..., AzureStore]) -> None:
         assert b"Authorization" not in blobs.requests[0]
 
 
+@pytest.mark.parametrize("environ", [{"AZURE_STORAGE_ANON": "true"}, {"AZURE_STORAGE_ACCOUNT_KEY": KEY}])
+def test_a_private_container_is_missing_to_whoever_sends_no_credentials(
+    environ: dict[str, str], open_container: Callable[..., AzureStore]
+) -> None:
+    """Azure answers 404 then, so that nobody learns which containers there are."""
+    missing = b"HTTP/1.1 404 N\r\nx-ms-error-code: ResourceNotFound\r\nContent-Length: 0\r\n\r\n"
+    with ScriptedServer(lambda head: missing) as blobs:
+        store = open_container("abfss://models@lab.dfs.core.windows.net/m", **environ)
+        store._home = store._home._replace(
+            endpoint=store._home.endpoint._replace(tls=False, host="127.0.0.1", port=blobs.port)
+        )
+        with pytest.raises(ObjectNotFoundError, match=r"^abfss://models@lab\S*/m/w: no such object \(404\)") as raised:
+            store.stat("w")
+    said = "or a private container, because no credentials were sent; expected credentials" in str(raised.value)
+    assert said == ("AZURE_STORAGE_ANON" in environ)
+
+
 NAMED = {"AZURE_STORAGE_ACCOUNT_NAME": "lab"}
 SECRET = {"AZURE_STORAGE_ACCOUNT_KEY": KEY}
 

@@ -411,7 +411,7 @@ class HttpStore:
         if status in (404, 410):
             kind = BucketNotFoundError if self.lacks_bucket(response, body) else ObjectNotFoundError
             what = self.bucket if kind is BucketNotFoundError else "object"
-            return kind(f"{name}: no such {what} ({status}); check the address")
+            return kind(f"{name}: no such {what} ({status}){self.absence(response, body)}")
         if status == 407:
             return ForbiddenError(
                 f"{name}: the proxy wants to be authorized (407); expected HTTP_PROXY=http://user:password@host:port"
@@ -427,6 +427,10 @@ class HttpStore:
     def lacks_bucket(self, response: Response, body: bytes) -> bool:
         """Return whether, according to a 404 or 410, not only the object is missing."""
         return False
+
+    def absence(self, response: Response, body: bytes) -> str:
+        """Return, for a message, what to do about a 404 or 410."""
+        return "; check the address"
 
     def denial(self, response: Response, body: bytes) -> str | None:
         """Return, for a message, what to do if an answer means that access is denied; None if it does not mean that."""
