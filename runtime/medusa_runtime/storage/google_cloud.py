@@ -19,7 +19,8 @@ from ..errors import ConfigError, ForbiddenError, MedusaError, MissingPackageErr
 from .base import redacted
 from .bucket_url import parse_bucket_url
 from .credentials import RenewedCredentials
-from .http.error_body import error_code
+from .http.error_body import error_code, first_words
+from .http.fields import is_encoded
 from .http.store import HttpStore, Target, parse_target
 from .http.variables import checked_endpoint, is_true
 from .http.wire import Connection, Response, WireError
@@ -31,6 +32,7 @@ _METADATA_SERVER = "169.254.169.254"  # by address: elsewhere its name would be 
 _METADATA_S = 3.0  # as long as Google's own library waits for one answer
 _TOKEN_PATH = "/computeMetadata/v1/instance/service-accounts/default/token"
 _ANSWER_BYTES = 64 << 10
+_BUSY = (429, 500, 502, 503, 504)
 _RENEW_S = 225.0  # before a token expires: the metadata server has the next one from 5 minutes before that on
 
 Token = Callable[[], str | None]  # returns a token that is valid now; None for requests without one
@@ -48,6 +50,7 @@ class GoogleCloudStore(HttpStore):
         bucket, prefix, _ = parse_bucket_url(url, "gs://bucket/prefix")
         self._environ = os.environ if environ is None else environ
         self._token = RenewedCredentials(self._find)
+        self._tokenless = ""  # for messages, why the machine gives no token
         super().__init__(f"{self._endpoint()}/{bucket}{f'/{quote(prefix)}' if prefix else ''}", retries, self._environ)
         self.url = url
 
@@ -70,7 +73,7 @@ class GoogleCloudStore(HttpStore):
     def _find(self) -> Token:
         """Return a function that returns the current token.
 
-        Raises TransientError where a pod's metadata server may still be about to start.
+        Raises TransientError where the metadata server is busy, or a pod's may still be about to start.
         """
         env = self._environ
         if env.get("GOOGLE_APPLICATION_CREDENTIALS") or _login(env).exists():
@@ -81,8 +84,10 @@ class GoogleCloudStore(HttpStore):
         try:
             found = server.token()
         except UnreachableError as error:
-            if "KUBERNETES_SERVICE_HOST" in env and os.strerror(errno.ECONNREFUSED) in str(error):
+            starting = "KUBERNETES_SERVICE_HOST" in env and os.strerror(errno.ECONNREFUSED) in str(error)
+            if starting or isinstance(error, _BusyError):
                 raise TransientError(StorageError(f"{redacted(self.url)}: {error}")) from None  # for about 8 s
+            self._tokenless = f", and no token was sent, because {error}"
             return lambda: None
         return lambda: None if found is None else server.token()
 
@@ -117,14 +122,24 @@ class GoogleCloudStore(HttpStore):
     def lacks_bucket(self, response: Response, body: bytes) -> bool:
         return error_code(body) == "NoSuchBucket"
 
+    def without_ranges(self, response: Response) -> str:
+        encoding = response.headers.get("x-goog-stored-content-encoding", "")
+        if not is_encoded(encoding):
+            return super().without_ranges(response)
+        return f"stored with Content-Encoding: {encoding[:60]}, it comes whole and decompressed; upload it without"
+
     def denial(self, response: Response, body: bytes) -> str | None:
         if response.status not in (401, 403):
             return None
         return (
-            "; expected credentials that may read it: the machine's service account, GOOGLE_APPLICATION_CREDENTIALS "
-            "with the path of a key file, or `gcloud auth application-default login`. A bucket that anybody may read "
-            "needs none"
+            f" {first_words(body)}{self._tokenless}; expected credentials that may read it: the machine's service "
+            "account, GOOGLE_APPLICATION_CREDENTIALS with the path of a key file, or "
+            "`gcloud auth application-default login`. A bucket that anybody may read needs none"
         )
+
+
+class _BusyError(UnreachableError):
+    """The metadata server asks to come back."""
 
 
 class MetadataServer:
@@ -176,13 +191,13 @@ class MetadataServer:
             raise UnreachableError(f"{where}: {error}") from None
         finally:
             connection.close()
-        if response.headers.get("metadata-flavor") != "Google":
-            raise UnreachableError(f"{where} is not Google's")
-        if response.status == 404:
+        googles = response.headers.get("metadata-flavor") == "Google"
+        if response.status == 200:  # GKE's sends its name with some answers, but not with tokens
+            return body
+        if response.status == 404 and googles:
             return None
-        if response.status != 200:
-            raise UnreachableError(f"{where} answers {response.status}")
-        return body
+        kind = _BusyError if response.status in _BUSY and googles else UnreachableError
+        raise kind(f"{where} answers {response.status} {first_words(body)}".rstrip())
 
 
 def _login(environ: Mapping[str, str]) -> Path:

@@ -16,7 +16,7 @@ from ..errors import ForbiddenError, MissingPackageError
 from .base import redacted
 from .bucket_url import parse_bucket_url
 from .credentials import RenewedCredentials
-from .http.error_body import error_code
+from .http.error_body import error_code, first_words
 from .http.store import HttpStore, Target, parse_target
 from .http.variables import checked_endpoint, is_true
 from .http.wire import Response
@@ -37,6 +37,7 @@ _DENIALS = {  # S3's codes, some of which come with status 400, and what to do
     "RequestTimeTooSkewed": "the clock of this machine is wrong; expected the time of S3, within 15 minutes",
     "InvalidAccessKeyId": "S3 does not know the access key; expected one of this service",
     "InvalidToken": "the session token is not valid; expected the one that belongs to the keys",
+    "InvalidObjectState": "the object is archived; expected one in a class of storage that can be read at once",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; expected the two of a pair",
 }
 
@@ -69,7 +70,8 @@ class S3Store(HttpStore):
         prefix = f"/{quote(self._prefix)}" if self._prefix else ""
         if self._endpoint_url:
             return f"{self._endpoint_url.rstrip('/')}/{self._bucket}{prefix}"
-        host = f"s3.{self._region or _USUAL_REGION}.amazonaws.com"
+        region = self._region or _USUAL_REGION
+        host = f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
         if "." in self._bucket:  # the certificate covers one label in front of the host
             return f"https://{host}/{self._bucket}{prefix}"
         return f"https://{self._bucket}.{host}{prefix}"
@@ -163,9 +165,10 @@ class S3Store(HttpStore):
             return f", {code}: {_DENIALS[code]}"
         if response.status not in (401, 403):
             return None
+        said = f" {first_words(body)}" if code == "AccessDenied" else ""
         return (
-            "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role, "
+            f"{said}; S3 answers this also for objects that do not exist when listing is not allowed. Expected "
+            "credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role, "
             "or AWS_NO_SIGN_REQUEST=true for a public bucket"
             + ("" if self._searched else '; a role is found with boto3 only: pip install "medusa-runtime[s3]"')
         )

@@ -95,7 +95,9 @@ def test_the_machines_service_account(google: Any, open_bucket: Callable[..., Go
     "reply",
     [
         answer("404 Not Found", b"no account", Metadata_Flavor="Google"),
-        answer("200 OK", b'{"access_token": "x", "expires_in": 1}'),  # another cloud's
+        answer("200 OK", b"<html>"),  # another cloud's
+        answer("404 Not Found", b"<html>"),
+        answer("503 Busy", b""),
         answer("401 Unauthorized", b""),
         answer("200 OK", b'{"access_token": "a\\r\\nX: b", "expires_in": 9}', Metadata_Flavor="Google"),
         answer("200 OK", b"[" * 60_000, Metadata_Flavor="Google"),
@@ -129,6 +131,15 @@ def test_a_pods_metadata_server_that_is_about_to_start_is_asked_again(
     assert authorizations(google) == [None, "Bearer ya29.pod"]
 
 
+def test_a_token_without_the_servers_name_is_one(google: Any, open_bucket: Callable[..., GoogleCloudStore]) -> None:
+    """Some metadata servers of GKE send their name with other answers only."""
+    reply = answer("200 OK", b'{"access_token": "ya29.pod", "expires_in": 3599, "token_type": "Bearer"}')
+    with ScriptedServer(lambda head: reply) as metadata:
+        store = on_a_machine_of_google(open_bucket(), metadata.url.removeprefix("http://"))
+        assert store.read("w", 0, 10)[0] == BODY[:10]
+    assert authorizations(google) == ["Bearer ya29.pod"]
+
+
 def test_tokens_are_renewed_before_they_expire() -> None:
     given = iter(
         [token_answer("first", 225.5), token_answer("second", 3600), answer("500 Oh", Metadata_Flavor="Google")]
@@ -141,6 +152,40 @@ def test_tokens_are_renewed_before_they_expire() -> None:
         metadata._expires_at = time.monotonic() + 100
         assert metadata.token() == "second", "it is still valid, and no other is to be had"
         assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", ["429 Too Many", "500 Oh", "503 Busy"])
+def test_a_metadata_server_that_is_busy_is_asked_again(
+    google: Any, open_bucket: Callable[..., GoogleCloudStore], status: str
+) -> None:
+    given = iter([answer(status, Metadata_Flavor="Google"), token_answer("ya29.machine")])
+    with ScriptedServer(lambda head: next(given)) as metadata:
+        store = on_a_machine_of_google(open_bucket(), metadata.url.removeprefix("http://"))
+        assert store.read("w", 0, 10)[0] == BODY[:10]
+    assert authorizations(google) == ["Bearer ya29.machine"]
+
+
+def test_a_denial_says_why_there_was_no_token(open_bucket: Callable[..., GoogleCloudStore]) -> None:
+    denial = answer("401 Unauthorized", b"<Error><Code>AccessDenied</Code></Error>")
+    unbound = answer("403 Forbidden", b"Unable to generate access token\n  <x>", Metadata_Flavor="Google")
+    with ScriptedServer(lambda head: denial) as google, ScriptedServer(lambda head: unbound) as metadata:
+        store = open_bucket(STORAGE_EMULATOR_HOST=google.url)
+        with pytest.raises(ForbiddenError, match=r"metadata server \S+ answers 403 .Unable to generate access token"):
+            on_a_machine_of_google(store, metadata.url.removeprefix("http://")).stat("w")
+
+
+def test_an_object_that_is_stored_compressed_is_named(open_bucket: Callable[..., GoogleCloudStore]) -> None:
+    """Google decompresses it then, and sends all of it without a length, whatever range is asked for."""
+    whole = (
+        b'HTTP/1.1 200 OK\r\nETag: W/"1"\r\nx-goog-stored-content-encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n'
+        b"8\r\n01234567\r\n0\r\n\r\n"
+    )
+    with ScriptedServer(lambda head: whole) as google:
+        store = open_bucket(STORAGE_EMULATOR_HOST=google.url)
+        assert store.read("w", 0, 100)[0] == b"01234567", "a small file is read"
+        for read in (lambda: store.stat("w"), lambda: store.read_into("w", 0, memoryview(bytearray(4)), 'W/"1"')):
+            with pytest.raises(StorageError, match=r"stored with Content-Encoding: gzip.* upload it without"):
+                read()
 
 
 @pytest.fixture
@@ -208,10 +253,10 @@ def test_a_token_goes_to_no_other_host(open_bucket: Callable[..., GoogleCloudSto
 
 
 def test_a_denial_says_what_is_expected(open_bucket: Callable[..., GoogleCloudStore]) -> None:
-    denial = answer("401 Unauthorized", b"<Error><Code>AccessDenied</Code></Error>")
+    denial = answer("401 Unauthorized", b"<Error><Code>AccessDenied</Code><Details>a@b lacks it</Details></Error>")
     with (
         ScriptedServer(lambda head: denial) as google,
-        pytest.raises(ForbiddenError, match="GOOGLE_APPLICATION_CREDENTIALS"),
+        pytest.raises(ForbiddenError, match=r"AccessDenied a@b lacks it.*GOOGLE_APPLICATION_CREDENTIALS"),
     ):
         open_bucket(STORAGE_EMULATOR_HOST=google.url).stat("w")
 

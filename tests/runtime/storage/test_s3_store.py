@@ -185,6 +185,7 @@ def test_a_refusal_says_what_to_do_and_shows_no_secret(origin: Any) -> None:
     [
         (400, "ExpiredToken", "the credentials have expired"),
         (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (403, "InvalidObjectState", "the object is archived"),
         (403, "SignatureDoesNotMatch", "the secret key does not belong to the access key"),
     ],
 )
@@ -204,6 +205,7 @@ def test_a_refusal_names_what_is_wrong_with_the_credentials(status: int, code: s
         ("s3://b/p", {}, ("b.s3.us-east-1.amazonaws.com", "/p/w")),
         ("s3://b", {"AWS_REGION": "eu-west-1"}, ("b.s3.eu-west-1.amazonaws.com", "/w")),
         ("s3://a.b/p", {}, ("s3.us-east-1.amazonaws.com", "/a.b/p/w")),
+        ("s3://b/p", {"AWS_REGION": "cn-north-1"}, ("b.s3.cn-north-1.amazonaws.com.cn", "/p/w")),
         ("s3://b/p", {"AWS_ENDPOINT_URL": "https://store.example/x/"}, ("store.example", "/x/b/p/w")),
     ],
 )

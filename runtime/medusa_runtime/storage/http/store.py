@@ -139,7 +139,7 @@ class HttpStore:
             if response.length is None and len(data) > stop:
                 raise StorageError(
                     f"{self.name(key)}: the server sends more than {stop} bytes and does not say how many; "
-                    "expected Content-Length or ranges; serve the checkpoint from nginx or an object store"
+                    f"{self.without_ranges(response)}"
                 )
             size = len(data) if response.length is None else response.length
             info = ObjectInfo(size, _version(response, size))
@@ -167,9 +167,7 @@ class HttpStore:
 
     def _without_ranges(self, key: str, response: Response) -> StorageError:
         return StorageError(
-            f"{self.name(key)}: expected 206 and a range, found {response.status}; "
-            "this server ignores Range (as python -m http.server does); serve the checkpoint from one that honours "
-            "it: nginx, an object store"
+            f"{self.name(key)}: expected 206 and a range, found {response.status}; {self.without_ranges(response)}"
         )
 
     @staticmethod
@@ -437,6 +435,10 @@ class HttpStore:
         if response.status in (401, 403):
             return "; expected an address that may be read, or https://user:password@host/…"
         return None
+
+    def without_ranges(self, response: Response) -> str:
+        """Return, for a message, why an answer holds the whole object in place of a range, and what to do."""
+        return "this server ignores Range (as python -m http.server does); use nginx or an object store"
 
     def higher_limit(self) -> str:
         """Return, for a message, how to be allowed more requests than a server's limit (429)."""
