@@ -7,11 +7,17 @@ import importlib
 import pytest
 from medusa_handler.openai.body.fields import (
     CHAT,
+    CLASSIFY,
     COMPLETION,
+    DETOKENIZE,
     EMBEDDINGS,
+    POOLING,
     REFUSED,
     REFUSED_FOR_RESPONSES,
+    RERANK,
     RESPONSES,
+    SCORE,
+    TOKENIZE,
     WITHOUT_EFFECT,
 )
 
@@ -25,6 +31,13 @@ pytestmark = pytest.mark.vllm
         ("openai.completion", "CompletionRequest", COMPLETION),
         ("openai.responses", "ResponsesRequest", RESPONSES | set(REFUSED_FOR_RESPONSES)),
         ("pooling.embed", "EmbeddingCompletionRequest", EMBEDDINGS),
+        ("pooling.pooling", "PoolingCompletionRequest", POOLING),
+        ("pooling.classify", "ClassificationCompletionRequest", CLASSIFY),
+        ("pooling.scoring", "ScoreTextRequest", SCORE),
+        ("pooling.scoring", "RerankRequest", RERANK),
+        ("serve.tokenize", "TokenizeCompletionRequest", TOKENIZE),
+        ("serve.tokenize", "TokenizeChatRequest", TOKENIZE),
+        ("serve.tokenize", "DetokenizeRequest", DETOKENIZE),
     ],
 )
 def test_no_field_of_vllm_is_unknown(module: str, name: str, known: frozenset[str]) -> None:

@@ -194,7 +194,7 @@ def _is_model_route(service: Service, path: str) -> bool:
     """Return whether a path is a route of the model. Without a model, only those below /v1/ are reserved."""
     return path.startswith("/v1/") or (
         service.engine is not None
-        and path in ("/tokenize", "/detokenize", "/classify", "/score", "/rerank", "/v2/rerank")
+        and path in ("/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/v2/rerank")
     )
 
 

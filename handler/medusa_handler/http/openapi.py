@@ -159,7 +159,8 @@ _INPUT_TOKENS = _RESPONSE | {
         if name in ("input", "instructions", "model", "tools", "tool_choice", "text", "reasoning", "truncation", "user")
     }
 }
-_TEXT = _INPUT = {"type": "string", "minLength": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_INPUT = {"type": "string"}
 
 
 def _tokens(vocab_size: int | None, least: int = 1) -> dict[str, Any]:
@@ -176,6 +177,8 @@ def _pooled(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
             **required,
             "model": _or_null({"type": "string"}),
             "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
+            "truncation_side": {"enum": ["left", "right", None]},
+            "use_activation": _FLAG,
             "user": _ANY,
             **optional,
         },
@@ -188,16 +191,30 @@ def _inputs(vocab_size: int | None) -> dict[str, Any]:
     return {"anyOf": [*one["anyOf"], {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}]}
 
 
-def _vectors(vocab_size: int | None) -> dict[str, Any]:
-    own = {"encoding_format": {"enum": ["float", "base64", None]}, "dimensions": _or_null(_COUNT)}
-    return {"/v1/embeddings": _pooled({"input": _inputs(vocab_size)}, **own)}
+def _of_input(vocab_size: int | None) -> dict[str, Any]:
+    """The bodies of the routes for single texts."""
+    form = {
+        "encoding_format": {"enum": ["float", "base64", "bytes", "bytes_only", None]},
+        "embed_dtype": {"enum": ["float32", "float16", "bfloat16", None]},
+        "endianness": {"enum": ["native", "little", "big", None]},
+        "dimensions": _or_null(_COUNT),
+    }
+    required = {"input": _inputs(vocab_size)}
+    return {
+        "/v1/embeddings": _pooled(required, add_special_tokens=_FLAG, **form),
+        "/pooling": _pooled(required, add_special_tokens=_FLAG, task=_or_null({"type": "string"}), **form),
+        "/classify": _pooled(required, add_special_tokens=_FLAG),
+    }
 
 
 def _fits() -> dict[str, Any]:
-    texts = {"type": "array", "minItems": 1, "maxItems": 2048, "items": _INPUT}
-    either = {"anyOf": [_INPUT, texts]}
-    order = _pooled({"query": _INPUT, "documents": texts}, top_n=_or_null({"type": "integer", "minimum": 0}))
-    scores = dict.fromkeys(_SCORES, _pooled({"text_1": either, "text_2": either}))
+    document = {"type": "object", "required": ["text"], "properties": {"text": _INPUT}, "additionalProperties": False}
+    text = {"anyOf": [_INPUT, document]}
+    either = {"anyOf": [*text["anyOf"], {"type": "array", "minItems": 1, "maxItems": 2048, "items": text}]}
+    count = _or_null({"type": "integer", "minimum": 0})
+    limits = {"max_tokens_per_query": count, "max_tokens_per_doc": count}
+    order = _pooled({"query": _INPUT, "documents": either}, top_n=count, return_documents=_FLAG, **limits)
+    scores = dict.fromkeys(_SCORES, _pooled({"text_1": either, "text_2": either}, **limits))
     return scores | dict.fromkeys(_RANKINGS, order)
 
 
@@ -209,6 +226,7 @@ _SUMMARIES = {
     "/v1/responses": "A response",
     "/v1/responses/input_tokens": "How many tokens the prompt of a response has",
     "/v1/embeddings": "Vectors",
+    "/pooling": "Vectors, or the numbers of labels",
     "/classify": "The labels of texts",
     **dict.fromkeys(_SCORES, "How well texts fit"),
     **dict.fromkeys(_RANKINGS, "Documents by how well they fit a query"),
@@ -247,13 +265,13 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     """
     info = service.engine.info if service.engine is not None else None
     vocab_size = None if info is None else info.vocab_size
-    embeds = _vectors(vocab_size) | _fits()
-    labels = {"/classify": _pooled({"input": _inputs(vocab_size)})} | _fits()
+    pooled = _of_input(vocab_size) | _fits()
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
     writes |= {"/v1/responses": _RESPONSE, "/v1/responses/input_tokens": _INPUT_TOKENS}
     if info is None:
-        return writes | embeds
-    return {"encoder": embeds, "classifier": labels}.get(info.architecture, writes)
+        return writes | pooled
+    not_there = {"encoder": "/classify", "classifier": "/v1/embeddings"}.get(info.architecture)
+    return writes if not_there is None else {path: body for path, body in pooled.items() if path != not_there}
 
 
 def _model_paths(service: Service) -> dict[str, Any]:

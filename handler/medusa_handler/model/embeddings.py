@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from medusa_runtime.engine.base import Embedding
+    from medusa_runtime.engine.base import Embedding, EmbedOptions
 
     from .served_model import ServedModel
 
@@ -20,14 +20,9 @@ def embeddings(
     model: ServedModel,
     inputs: Sequence[Input],
     is_disconnected: Callable[[], bool],
-    *,
-    dimensions: int | None = None,
-    truncate: int | None = None,
-    classify: bool = False,
+    options: EmbedOptions,
 ) -> list[Embedding]:
-    """Return a vector for each input, in order; with ``classify``, the probabilities of a classifier's labels.
-
-    ``truncate`` is the number of tokens to which inputs are cut, -1 for the model's limit.
+    """Return a vector for each input, in order; a classifier's has the probabilities of its labels.
 
     Raises RequestError, EngineError, ClientDisconnectedError, and ApiError 503 after ``hold_s``.
     """
@@ -41,7 +36,7 @@ def embeddings(
         batch = [inputs[number] for number in numbers]
         found |= zip(
             numbers,
-            model.engine.embed(batch, dimensions, truncate, classify=classify, wait_check=wait_check),
+            model.engine.embed(batch, options, wait_check=wait_check),
             strict=True,
         )
     return [found[number] for number in range(len(inputs))]

@@ -229,6 +229,13 @@ def embed_texts(service: Service, body: Body, is_disconnected: Callable[[], bool
     return _run_pooling(embed, "embeddings", fields.EMBEDDINGS, service, body, is_disconnected)
 
 
+def pool_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer a request for vectors of texts, or for the labels' numbers."""
+    from .embeddings import pool
+
+    return _run_pooling(pool, "pooling", fields.POOLING, service, body, is_disconnected)
+
+
 def classify_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the labels of texts."""
     from .ranking import classify

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flask import Blueprint, Response, jsonify
 from medusa_runtime.engine import frames
-from medusa_runtime.engine.base import Delta
+from medusa_runtime.engine.base import Delta, EmbedOptions
 
 from ..faults import ApiError, ClientDisconnectedError, compact, invalid, stream_error
 from ..http import sse
@@ -128,7 +128,8 @@ def _call(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> 
         elif method == "detokenize":
             value = service.engine.detokenize(**arguments)
         elif method == "embed":
-            found = service.engine.embed(**arguments, wait_check=wait_check)
+            inputs = arguments.pop("inputs", None)
+            found = service.engine.embed(inputs, EmbedOptions(**arguments), wait_check=wait_check)
             value = [[vector.tokens, base64.b64encode(vector.data).decode()] for vector in found]
         else:
             raise invalid("method", "tokenize, detokenize or embed", method)

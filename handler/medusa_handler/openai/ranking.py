@@ -10,8 +10,7 @@ import json
 import math
 import operator
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flask import Response, jsonify
@@ -20,10 +19,10 @@ from ..faults import invalid
 from ..model.embeddings import Input, embeddings, floats
 from .body import parameters
 from .body.parameters import Body
-from .embeddings import inputs, truncation, usage
+from .embeddings import inputs, listed, options_of, usage
 
 if TYPE_CHECKING:
-    from medusa_runtime.engine.base import Embedding
+    from medusa_runtime.engine.base import Embedding, EmbedOptions
 
     from ..service import Service
 
@@ -37,14 +36,14 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 
 def classify(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
     """Answer with the probability of each label. Raises ApiError, RequestError and EngineError."""
-    found = embeddings(service.model, inputs(body), is_disconnected, truncate=truncation(body), classify=True)
+    found = embeddings(service.model, inputs(body), is_disconnected, options_of(body)._replace(classify=True))
     labels = _labels(service)
     data = []
     for index, vector in enumerate(found):
         probs = floats(vector.data)
         best = max(range(len(probs)), key=probs.__getitem__)
         data.append({"index": index, "label": labels.get(str(best)), "probs": probs, "num_classes": len(probs)})
-    return _listed("classify", model, data, found)
+    return listed("classify", model, data, found)
 
 
 def score(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
@@ -55,47 +54,40 @@ def score(service: Service, body: Body, model: str, is_disconnected: Callable[[]
         raise invalid(first, f"one text, or as many as {second} has ({len(documents)})", len(queries))
     scores, found = _fits(service, body, queries, documents, is_disconnected, field=second)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return _listed("score", model, data, found)
+    return listed("score", model, data, found)
 
 
 def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
     """Answer with the documents that fit a query best. Raises as ``classify`` does."""
     query = body.get("query")
-    if not isinstance(query, str) or not query:
-        raise invalid("query", "a text that is not empty", query)
-    if isinstance(body.get("documents"), str):
-        raise invalid("documents", "a list of texts, none of them empty", body["documents"])
+    if not isinstance(query, str):
+        raise invalid("query", "a text", query)
     documents = _texts(body, "documents")
+    shown = parameters.flag(body, "return_documents", True)
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
     scores, found = _fits(service, body, [query], documents, is_disconnected, field="documents")
     results = [
-        {"index": number, "document": {"text": documents[number]}, "relevance_score": scores[number]}
+        {"index": number}
+        | ({"document": {"text": documents[number]}} if shown else {})
+        | {"relevance_score": scores[number]}
         for number in sorted(range(len(documents)), key=lambda number: -scores[number])[:top]
     ]
     return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage(found), "results": results})
 
 
-def _listed(name: str, model: str, data: list[dict[str, Any]], found: list[Embedding]) -> Response:
-    return jsonify(
-        {
-            "id": f"{name}-{os.urandom(16).hex()}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": model,
-            "data": data,
-            "usage": usage(found),
-        }
-    )
-
-
 def _texts(body: Body, name: str) -> list[str]:
     value: Any = body.get(name)
-    found: list[str] = value if isinstance(value, list) else [value]
-    if not found or not all(isinstance(one, str) and one for one in found):
-        raise invalid(name, "a text or a list of texts, none of them empty", value)
+    found: list[str] = [_text(one) for one in (value if isinstance(value, list) else [value])]
+    if not found or not all(isinstance(one, str) for one in found):
+        raise invalid(name, "a text or a list of texts", value)
     if len(found) > _MOST_DOCUMENTS:
         raise invalid(name, f"at most {_MOST_DOCUMENTS} of them", len(found))
     return found
+
+
+def _text(value: Any) -> Any:
+    """Return the text of a document, which Cohere's and Jina's clients may send as an object."""
+    return value["text"] if isinstance(value, Mapping) and value.keys() == {"text"} else value
 
 
 def _fits(
@@ -118,10 +110,19 @@ def _fits(
     if classifies and (count := sum(map(len, (*all_queries, *documents)))) > most:
         expected = f"at most {most} characters, counting a query for each of its documents"
         raise invalid(field, expected, count)
-    asked: list[Input] = list(zip(all_queries, documents, strict=True)) if classifies else [*queries, *documents]
-    found = embeddings(service.model, asked, is_disconnected, truncate=truncation(body), classify=classifies)
+    options = options_of(body)._replace(
+        classify=classifies,
+        most_first=parameters.integer(body, "max_tokens_per_query", 0, 0) or None,
+        most_second=parameters.integer(body, "max_tokens_per_doc", 0, 0) or None,
+    )
     if not classifies:
+        parts: list[tuple[list[str], EmbedOptions]] = [([*queries, *documents], options)]
+        if options.most_first != options.most_second:
+            parts = [(queries, options), (documents, options._replace(most_first=options.most_second))]
+        found = [vector for part, own in parts for vector in embeddings(service.model, part, is_disconnected, own)]
         return _cosines(found[: len(queries)], found[len(queries) :]), found
+    asked: list[Input] = list(zip(all_queries, documents, strict=True))
+    found = embeddings(service.model, asked, is_disconnected, options)
     vectors = [floats(vector.data) for vector in found]
     if len(vectors[0]) != 1:
         raise invalid("model", "a classifier with one label, or an encoder", f"one with {len(vectors[0])} labels")

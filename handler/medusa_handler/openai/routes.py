@@ -57,6 +57,7 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
     add("/v1/completions", lambda body, is_disconnected: _calls().complete(service, body, is_disconnected))
     add("/v1/chat/completions", lambda body, is_disconnected: _calls().complete_chat(service, body, is_disconnected))
     add("/v1/embeddings", lambda body, is_disconnected: _calls().embed_texts(service, body, is_disconnected))
+    add("/pooling", lambda body, is_disconnected: _calls().pool_texts(service, body, is_disconnected))
     add("/classify", lambda body, is_disconnected: _calls().classify_texts(service, body, is_disconnected))
     for path in ("/score", "/v1/score"):
         add(path, lambda body, is_disconnected: _calls().score_texts(service, body, is_disconnected))

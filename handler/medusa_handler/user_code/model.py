@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import EmbedOptions, EngineInfo, GenerateRequest, SamplingParams
 
 from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
@@ -74,7 +74,7 @@ class Model:
         Raises RequestError, EngineError.
         """
         given = [text if isinstance(text, str) else tuple(text) for text in texts]
-        found = embeddings(self._served, given, _is_disconnected(), dimensions=dimensions, truncate=-1)
+        found = embeddings(self._served, given, _is_disconnected(), EmbedOptions(dimensions, truncate=-1))
         return [floats(vector.data) for vector in found]
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -81,15 +81,10 @@ class ClusterEngine:
         return str(self._call("detokenize", {"token_ids": token_ids}))
 
     def embed(
-        self,
-        inputs: list[str | list[int]],
-        dimensions: int | None = None,
-        truncate: int | None = None,
-        classify: bool = False,
-        cancelled: threading.Event | None = None,
+        self, inputs: list[str | list[int]], cancelled: threading.Event | None = None, **options: Any
     ) -> list[list[Any]]:
-        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
-        return list(self._call("embed", arguments, cancelled))
+        """Have the gateway call its engine's ``embed`` with the same ``options``, those of EmbedOptions."""
+        return list(self._call("embed", {"inputs": inputs, **options}, cancelled))
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

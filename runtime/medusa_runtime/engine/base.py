@@ -153,6 +153,26 @@ class Embedding(NamedTuple):
     data: bytes
 
 
+class EmbedOptions(NamedTuple):
+    """How an encoder or a classifier reads its inputs, and what it makes of its vectors.
+
+    ``dimensions``: keep this many numbers of each vector, and scale it to length 1 again. ``truncate``: cut inputs to
+    this many tokens; -1 cuts at the model's limit. They lose their end, or their beginning with ``truncate_left``.
+    ``most_first`` and ``most_second``: cut the first or the second text of each pair to this many tokens before that.
+    ``classify``: expect a classifier, whose vectors are the probabilities of the labels. ``activate``: whether vectors
+    are scaled to length 1, or a classifier's numbers become probabilities; None leaves that to the checkpoint.
+    """
+
+    dimensions: int | None = None
+    truncate: int | None = None
+    truncate_left: bool = False
+    most_first: int | None = None
+    most_second: int | None = None
+    add_special_tokens: bool = True
+    classify: bool = False
+    activate: bool | None = None
+
+
 class Engine(Protocol):
     """Continuous batching over one model. One thread calls ``run``; any thread may call ``add``, ``cancel``, ``stats``.
 

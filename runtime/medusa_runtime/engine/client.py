@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import EngineError, MedusaError, RequestError, from_code
 from ..process import hang_up
 from . import frames
-from .base import Delta, Embedding, EngineInfo, GenerateRequest
+from .base import Delta, Embedding, EmbedOptions, EngineInfo, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +167,8 @@ class EngineClient:
     def embed(
         self,
         inputs: Sequence[str | Sequence[int] | Sequence[str]],
-        dimensions: int | None = None,
-        truncate: int | None = None,
+        options: EmbedOptions | None = None,
         *,
-        classify: bool = False,
         wait_check: Callable[[], None] | None = None,
     ) -> list[Embedding]:
         """Return a vector for each text (see ``EncoderEngine.embed``). Before the weights are there, this waits.
@@ -178,8 +176,8 @@ class EngineClient:
         ``wait_check`` is called a few times a second during the wait; an exception from it ends the wait. Raises
         RequestError and EngineError.
         """
-        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
-        found = self._call("embed", timeout_s=None, wait_check=wait_check, **arguments)
+        named = (options or EmbedOptions())._asdict()
+        found = self._call("embed", timeout_s=None, wait_check=wait_check, inputs=inputs, **named)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
     def add_adapter(self, name: str, descriptors: list[int]) -> None:

@@ -115,6 +115,22 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     assert scored["usage"] == ranked["usage"]
     assert post("/score", {"queries": ["the cat", "the cat"], "documents": TEXTS})[1]["data"] == scored["data"]
     assert post("/", {"text_1": "the cat", "text_2": TEXTS})[1]["data"] == scored["data"]
+    status, bare = post("/rerank", {"query": "the cat", "documents": TEXTS, "use_activation": False})
+    wanted_logits = torch.tensor(wanted).logit().tolist()
+    found = {one["index"]: one["relevance_score"] for one in bare["results"]}
+    assert (status, [found[0], found[1]]) == (200, pytest.approx(wanted_logits, rel=1e-3))
+    assert post("/pooling", {"input": TEXTS})[1]["data"][1]["data"] == classified["data"][1]["probs"]
+    # The longer text loses the next token, and each text may have a limit of its own.
+    for options, pair in (
+        ({"truncate_prompt_tokens": 8}, ("the cat", "the mat was")),
+        ({"truncate_prompt_tokens": 8, "truncation_side": "left"}, ("the cat", "on the mat")),
+        ({"max_tokens_per_query": 1, "max_tokens_per_doc": 4}, ("the", "the mat was a")),
+    ):
+        status, scored = post("/score", {"text_1": "the cat", "text_2": TEXTS[1], **options})
+        assert (status, scored["data"][0]["score"]) == (
+            200,
+            pytest.approx(float(expected(model, tmp_path, *pair)), rel=1e-4),
+        )
     # A query of 300 kB for 2048 documents once took a minute of the engine's time, for a few tokens of each.
     long = {"query": "the " * 75_000, "documents": ["a"] * 2048, "truncate_prompt_tokens": -1}
     status, refused = post("/rerank", long)
@@ -123,5 +139,5 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     status, refused = post("/score", {"text_1": long["query"], "text_2": long["documents"]})
     assert (status, refused["error"]["param"]) == (400, "text_2")
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
-    assert {"/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
+    assert {"/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
     assert not {"/v1/completions", "/v1/embeddings"} & set(described)

@@ -91,6 +91,7 @@ def test_forms_of_request(start: Start, tmp_path: Path) -> None:
     assert one["object"] == "list"
     assert one["model"] == "m"
     assert one["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert one["id"].startswith("embd-")
     torch.testing.assert_close(rows(one), expected[:1], rtol=0, atol=1e-5)
     ids = [2, 4, 5, 6, 3]
     torch.testing.assert_close(rows(ask(input=ids)), expected[:1], rtol=0, atol=1e-5)
@@ -133,6 +134,85 @@ def test_texts_that_fit_have_similar_vectors(start: Start, tmp_path: Path) -> No
     assert ranked[0]["relevance_score"] == pytest.approx(max(wanted[1:]), abs=1e-5)
 
 
+def test_options_of_requests(start: Start, tmp_path: Path) -> None:
+    """Each is what vLLM makes of it (tests/e2e/vllm/test_vllm_tasks.py)."""
+    serving = start("--model", write_encoder(tmp_path / "m", "mean", unit=True))
+    expected = reference(tmp_path / "m", TEXTS, "mean", unit=True)
+    plain = reference(tmp_path / "m", TEXTS, "mean", unit=False)
+
+    def rows(path: str = "/v1/embeddings", **body: Any) -> torch.Tensor:
+        status, answer, _ = serving.request("POST", path, body)
+        assert status == 200, answer
+        return torch.tensor([item.get("embedding", item.get("data")) for item in answer["data"]])
+
+    def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+    same(rows(input=TEXTS, use_activation=True), expected)
+    same(rows(input=TEXTS, use_activation=False), plain)
+    same(rows(input=TEXTS, use_activation=False, dimensions=8), plain[:, :8])
+    same(rows(input="a cat sat", add_special_tokens=False), rows(input=[4, 5, 6]))
+    same(rows(input=["", "sat"]), rows(input=[[2, 3], [2, 6, 3]]))
+    same(rows(input="a cat sat on", truncate_prompt_tokens=4), rows(input="a cat"))
+    same(rows(input="a cat sat on", truncate_prompt_tokens=4, truncation_side="left"), rows(input="sat on"))
+    same(rows(input=[2, 4, 5, 6, 3], truncate_prompt_tokens=4), rows(input=[2, 4, 5, 6]))
+    same(rows(input=[2, 4, 5, 6, 3], truncate_prompt_tokens=3, truncation_side="left"), rows(input=[5, 6, 3]))
+    same(rows("/pooling", input=TEXTS, task="embed"), expected)
+    same(rows("/pooling", input=TEXTS, dimensions=8), rows(input=TEXTS, dimensions=8))
+
+
+def test_vectors_as_bytes(start: Start, tmp_path: Path) -> None:
+    serving = start("--model", write_encoder(tmp_path / "m", "mean", unit=True))
+    expected = reference(tmp_path / "m", TEXTS, "mean", unit=True)
+
+    def ask(**body: Any) -> Any:
+        answer = serving.exchange("POST", "/v1/embeddings", json.dumps({"input": TEXTS} | body))
+        assert answer.status == 200, answer.text
+        return answer
+
+    answer = ask(encoding_format="bytes")
+    assert answer.headers["Content-Type"] == "application/octet-stream"
+    assert torch.frombuffer(bytearray(answer.body), dtype=torch.float32).tolist() == pytest.approx(
+        expected.flatten().tolist(), abs=1e-5
+    )
+    told = json.loads(answer.headers["metadata"])
+    assert (told["model"], told["usage"]["prompt_tokens"]) == ("m", 22)
+    assert told["data"][1] == {
+        "index": 1, "start": 128, "end": 256, "shape": [32], "embed_dtype": "float32", "endianness": "native",
+    }  # fmt: skip
+    bare = ask(encoding_format="bytes_only")
+    assert bare.body == answer.body
+    assert "metadata" not in bare.headers
+    exact = torch.frombuffer(bytearray(answer.body), dtype=torch.float32)
+    for name in ("float16", "bfloat16"):
+        cut = ask(encoding_format="bytes_only", embed_dtype=name).body
+        assert cut == exact.to(getattr(torch, name)).view(torch.uint8).numpy().tobytes()
+        other = ask(encoding_format="bytes_only", embed_dtype=name, endianness="big").body
+        assert [other[1::2], other[::2]] == [cut[::2], cut[1::2]]
+    packed = ask(encoding_format="base64", endianness="big").json["data"][0]["embedding"]
+    assert base64.b64decode(packed)[3::-1] == answer.body[:4]
+
+
+def test_documents_in_other_forms(start: Start, tmp_path: Path) -> None:
+    """Those of Cohere's and Jina's clients."""
+    serving = start("--model", write_encoder(tmp_path / "m", "cls", unit=False))
+
+    def ask(**body: Any) -> Any:
+        status, answer, _ = serving.request("POST", "/v2/rerank", {"query": TEXTS[0], "documents": TEXTS} | body)
+        assert status == 200, answer
+        return answer["results"]
+
+    ranked = ask()
+    assert ask(documents=[{"text": text} for text in TEXTS], return_documents=True) == ranked
+    bare = ask(return_documents=False)
+    assert bare == [{name: entry[name] for name in ("index", "relevance_score")} for entry in ranked]
+    assert [entry["document"]["text"] for entry in ask(documents=TEXTS[1])] == [TEXTS[1]]
+    [cut] = ask(documents=TEXTS[1], max_tokens_per_doc=2, max_tokens_per_query=1)
+    assert cut["document"]["text"] == TEXTS[1]
+    [wanted] = ask(query="a", documents=["the mat"])
+    assert cut["relevance_score"] == pytest.approx(wanted["relevance_score"], abs=1e-6)
+
+
 def test_bad_requests(start: Start, tmp_path: Path) -> None:
     serving = start("--model", write_encoder(tmp_path / "m", "mean", limit=10))
     serving.wait_ready()
@@ -142,7 +222,7 @@ def test_bad_requests(start: Start, tmp_path: Path) -> None:
         assert status in (400, 404), answer
         return str(answer["error"]["message"])
 
-    for bad in (None, "", [], [""], [[]], ["a", 3], [1, "a"], {"text": "a"}, [True], [-1]):
+    for bad in (None, [], [[]], ["a", 3], [1, "a"], {"text": "a"}, [True], [-1]):
         assert refused(input=bad).startswith("input: expected "), bad
     assert "length is 10 tokens, and the input has 12" in refused(input=" ".join(["cat"] * 10))
     assert "length is 10 tokens, and the input has 1000000 characters" in refused(input="c" * 1_000_000)
@@ -151,18 +231,31 @@ def test_bad_requests(start: Start, tmp_path: Path) -> None:
     assert "at most 2048 of them, found 2049" in refused(input=["a"] * 2049)
     assert "at most the 32 of this model, found 33" in refused(input="a", dimensions=33)
     assert "dimensions: expected" in refused(input="a", dimensions=0)
-    assert 'encoding_format: expected float or base64, found "hex"' in refused(input="a", encoding_format="hex")
+    forms = "expected float, base64, bytes or bytes_only"
+    assert f'encoding_format: {forms}, found "hex"' in refused(input="a", encoding_format="hex")
+    assert "embed_dtype: expected float32, float16 or bfloat16" in refused(input="a", embed_dtype="fp8_e4m3")
+    assert 'truncation_side: expected left or right, found "top"' in refused(input="a", truncation_side="top")
+    assert "truncate_prompt_tokens: expected -1" in refused(input="a", truncate_prompt_tokens=0)
+    assert refused(input="", add_special_tokens=False).startswith("input: expected at least one token")
+    assert refused(input="a", normalize=False).startswith("normalize: use use_activation")
+    assert refused(messages=[{"role": "user", "content": "a"}]).startswith("messages: only chats have them")
+    assert 'task: expected embed, the only one of this model, found "classify"' in refused(
+        "/pooling", input="a", task="classify"
+    )
     assert 'the model "gpt" does not exist' in refused(input="a", model="gpt")
-    texts = "a text or a list of texts, none of them empty"
+    texts = "a text or a list of texts"
     assert refused("/score", text_2="a") == f"text_1: expected {texts}, found nothing"
     assert refused("/score", text_1="a", text_2=[]) == f"text_2: expected {texts}, found []"
-    assert refused("/v1/score", data_1="a", data_2=["b", ""]).startswith(f"data_2: expected {texts}")
+    assert refused("/v1/score", data_1="a", data_2=["b", 3]).startswith(f"data_2: expected {texts}")
     assert refused("/score", queries="a", documents={"content": []}).startswith(f"documents: expected {texts}")
     assert "items: expected at most 2048 of them, found 2049" in refused("/score", queries="a", items=["b"] * 2049)
     uneven = refused("/score", text_1=["a", "b"], text_2=["a", "b", "c"])
     assert uneven == "text_1: expected one text, or as many as text_2 has (3), found 2"
     assert "top_n" in refused("/score", text_1="a", text_2="b", top_n=1)
-    assert refused("/rerank", query="a", documents="b").startswith("documents: expected a list of texts")
+    assert refused("/rerank", query=["a"], documents="b").startswith("query: expected a text")
+    assert refused("/rerank", query="a", documents=[{"text": "b", "title": "c"}]).startswith("documents: expected")
+    assert refused("/rerank", query="a", documents=["b"], instruction="c").startswith("instruction: ")
+    assert refused("/rerank", query="a", documents=["b"], max_chunks_per_doc=3).startswith("max_chunks_per_doc: ")
     assert "makes embeddings and continues no text" in refused("/v1/completions", prompt="a cat")
     status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "a cat"})
     assert status == 200

@@ -12,6 +12,23 @@ from encoder_checkpoint import write_encoder
 
 PATIENCE_S = 300.0
 TEXTS = {"query": "a cat", "documents": ["a car", "a kitten"]}
+TEXT = "the cat was on a mat"
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("/v1/embeddings", {"input": TEXT} | options)
+        for options in (
+            {},
+            {"use_activation": False},
+            {"add_special_tokens": False},
+            {"truncate_prompt_tokens": 5},
+            {"input": [2, 4, 5, 6, 7, 3], "truncate_prompt_tokens": 5},
+            {"input": ["", TEXT]},
+        )
+    ),
+    ("/pooling", {"input": TEXT, "use_activation": False}),
+    ("/score", {"text_1": TEXT, "text_2": ["", TEXT], "max_tokens_per_query": 2, "max_tokens_per_doc": 3}),
+    ("/v2/rerank", {"query": TEXT, "documents": "cat", "truncate_prompt_tokens": 4}),
+]
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
@@ -56,10 +73,20 @@ def test_vectors_are_those_of_the_checkpoints_own_pooling(
     found = []
     for engine in ("torch", "vllm"):
         serving = start("--model", tmp_path, "--engine", engine, "--dtype", "float32")
-        found.append(ask(serving, "/v1/embeddings", {"input": "the cat was on a mat"})["data"][0]["embedding"])
+        found.append([numbers(ask(serving, path, body)) for path, body in OPTIONS])
         assert serving.request("POST", "/v1/embeddings", {"input": "cat " * 17}, PATIENCE_S)[0] == 400
         assert serving.stop() == 0
-    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    for ours, theirs, asked in zip(*found, OPTIONS, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3), asked
+
+
+def numbers(answer: dict[str, Any]) -> list[float]:
+    """The tokens of an answer, and all that it has of vectors and scores."""
+    found = [float(answer["usage"]["prompt_tokens"])]
+    for entry in answer.get("data", answer.get("results", [])):
+        values = [entry[name] for name in ("embedding", "data", "score", "relevance_score") if name in entry]
+        found += values[0] if isinstance(values[0], list) else values
+    return found
 
 
 def test_an_encoder_whose_modules_have_weights_is_refused(start: Callable[..., Any], tmp_path: Path) -> None:

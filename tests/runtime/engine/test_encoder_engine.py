@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import EmbedOptions
 from medusa_runtime.engine.encoder import engine as encoder_engine
 from medusa_runtime.engine.encoder.engine import EncoderEngine
 from medusa_runtime.engine.encoder.text_encoder import Tokens
@@ -20,7 +21,7 @@ from waiting import until
 
 
 class FakeEncoder:
-    """Encodes a text once ``encode`` may go on."""
+    """Encodes a text once ``pool`` may go on."""
 
     is_classifier, max_tokens, size = False, 8, 2
 
@@ -29,10 +30,13 @@ class FakeEncoder:
 
     def __init__(self, *_: object) -> None: ...
 
-    def tokenize(self, text: str, most: int | None) -> Tokens:
+    def tokenize(self, text: str, options: EmbedOptions) -> Tokens:
         return Tokens([1, 2])
 
-    def encode(self, texts: list[Tokens]) -> Any:
+    def activated(self, vector: Any, options: EmbedOptions) -> Any:
+        return vector
+
+    def pool(self, texts: list[Tokens]) -> Any:
         raise SystemExit  # as a signal's handler may, in the middle of a forward
 
     def close(self) -> None: ...
@@ -102,7 +106,7 @@ def test_a_text_in_the_step_that_ends_the_engine_gets_an_error(engine: EncoderEn
 
 def test_a_vector_that_is_not_finite_is_an_error(engine: EncoderEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN made an answer that is no JSON, and put documents in any order."""
-    monkeypatch.setattr(FakeEncoder, "encode", lambda self, texts: torch.tensor([[1.0, math.nan]] * len(texts)))
+    monkeypatch.setattr(FakeEncoder, "pool", lambda self, texts: torch.tensor([[1.0, math.nan]] * len(texts)))
     stop = threading.Event()
     running = threading.Thread(target=engine.run, args=(stop,))
     running.start()

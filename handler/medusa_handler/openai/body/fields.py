@@ -46,10 +46,13 @@ INPUT_TOKENS = _names(
 )
 REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
-EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
-CLASSIFY = frozenset(("model", "input", "truncate_prompt_tokens"))
-SCORE = _names("model text_1 text_2 queries documents items data_1 data_2 truncate_prompt_tokens")
-RERANK = frozenset(("model", "query", "documents", "top_n", "truncate_prompt_tokens"))
+_POOLING = _names("model truncate_prompt_tokens truncation_side use_activation")
+CLASSIFY = _POOLING | {"input", "add_special_tokens"}
+EMBEDDINGS = CLASSIFY | _names("encoding_format embed_dtype endianness dimensions")
+POOLING = EMBEDDINGS | {"task"}
+_FITS = _POOLING | _names("max_tokens_per_query max_tokens_per_doc")
+SCORE = _FITS | _names("text_1 text_2 queries documents items data_1 data_2")
+RERANK = _FITS | _names("query documents top_n return_documents")
 TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens", "tool_choice"}
 DETOKENIZE = frozenset(("model", "tokens"))
 
@@ -62,16 +65,16 @@ WITHOUT_EFFECT = _names(
 class Refusal(NamedTuple):
     """Why a field is refused. The ``neutral`` values are allowed, because they ask for nothing.
 
-    Null is always neutral. False and empty values are, unless true is listed as neutral.
+    Null is always neutral. False and empty values are, unless true is listed as neutral, or ``neutral`` is None.
     """
 
     reason: str
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[Any, ...] | None = ()
 
     def allows(self, value: Any) -> bool:
-        if value is None or value in self.neutral:
-            return True
-        return True not in self.neutral and (value is False or value in ("", [], {}))
+        if value is None or self.neutral is None:
+            return value is None
+        return value in self.neutral or (True not in self.neutral and (value is False or value in ("", [], {})))
 
 
 _GUIDED = Refusal("use structured_outputs, as with vLLM since 0.12")
@@ -84,6 +87,7 @@ REFUSED: dict[str, Refusal] = {
     "use_beam_search": Refusal("beam search is not supported"),
     "length_penalty": Refusal("it belongs to beam search, which is not supported", (1,)),
     "early_stopping": Refusal("it belongs to beam search, which is not supported"),
+    "messages": Refusal("only chats have them; send the text itself"),
     "functions": Refusal("use tools instead"),
     "function_call": Refusal("use tool_choice instead", ("none",)),
     "guided_json": _GUIDED,
@@ -94,6 +98,7 @@ REFUSED: dict[str, Refusal] = {
     "guided_decoding_backend": _GUIDED,
     "guided_whitespace_pattern": _GUIDED,
     "chat_template": Refusal("the checkpoint's own template is used"),
+    "chat_template_kwargs": Refusal("only chats have a template"),
     "prompt_embeds": Refusal("send the prompt as text or token ids"),
     "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),
     "truncation_side": Refusal("prompts are not cut; shorten it"),
@@ -122,12 +127,12 @@ REFUSED: dict[str, Refusal] = {
     "logits_processors": Refusal("code cannot be sent to this server"),
     "watermarking": Refusal("answers are not watermarked"),
     "repetition_detection": Refusal("repetitions do not end an answer; send repetition_penalty"),
-    "normalize": Refusal("vectors have the length that the checkpoint's modules give them"),
-    "use_activation": Refusal("vectors are what the checkpoint's modules give"),
-    "add_special_tokens": Refusal("an encoder's special tokens are always added", (True,)),
+    "normalize": Refusal("use use_activation, as with vLLM since 0.32", None),
+    "add_special_tokens": Refusal("special tokens are always added to pairs", (True,)),
+    "instruction": Refusal("encoders and classifiers have no place for one; write it into the texts"),
+    "rank_fields": Refusal("documents are texts; join the fields of each", (["text"],)),
+    "max_chunks_per_doc": Refusal("documents are read whole; send truncate_prompt_tokens or max_tokens_per_doc"),
     "padding": Refusal("texts of a batch are not padded to a length of yours", ("do_not_pad",)),
-    "embed_dtype": Refusal("vectors are float32", ("float32",)),
-    "endianness": Refusal("vectors are little-endian", ("little", "native")),
 }
 _STATE = Refusal("nothing is kept between requests; send all of the input with each")
 _OPENAIS = Refusal("it belongs to OpenAI's own service")

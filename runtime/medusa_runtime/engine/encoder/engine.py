@@ -18,10 +18,9 @@ from torch import Tensor
 from ...config import Settings
 from ...container_limits import cpu_count
 from ...errors import EngineError, MedusaError, RequestError
-from ...models.layers.pooling import normalized
 from ...region.reader import Region
 from ...timeline import Timeline
-from ..base import Delta, EngineInfo, GenerateRequest
+from ..base import Delta, EmbedOptions, EngineInfo, GenerateRequest
 from .text_encoder import Encoder, EncoderOptions, Tokens
 
 logger = logging.getLogger(__name__)
@@ -59,19 +58,17 @@ class EncoderEngine:
     def embed(
         self,
         inputs: Sequence[str | Sequence[int] | Sequence[str]],
-        dimensions: int | None = None,
-        truncate: int | None = None,
-        classify: bool = False,
         cancelled: threading.Event | None = None,
+        **named: Any,
     ) -> list[tuple[int, str]]:
         """Return each input's number of tokens and its vector (float32 little-endian, in base64).
 
-        ``dimensions``: keep this many numbers of each vector, and scale it to length 1 again. ``truncate``: cut inputs
-        to this many tokens; -1 cuts at the model's limit. ``classify``: expect a classifier, whose vectors are the
-        probabilities of the labels. ``cancelled`` ends the call when it is set. Any thread may call this. Raises
-        RequestError, EngineError (also for a vector that is not finite), and the error of weights that could not be
-        loaded.
+        The ``named`` arguments are the fields of EmbedOptions. ``cancelled`` ends the call when it is set. Any thread
+        may call this. Raises RequestError, EngineError (also for a vector that is not finite), and the error of weights
+        that could not be loaded.
         """
+        options = EmbedOptions(**named)
+        dimensions, classify = options.dimensions, options.classify
         if classify is not self._encoder.is_classifier:
             able = (
                 "classifies texts: expected /classify, /score or /rerank"
@@ -84,8 +81,7 @@ class EncoderEngine:
             raise RequestError(
                 f"dimensions: expected at most the {size} of this model, found {dimensions}", "dimensions"
             )
-        most = self._encoder.max_tokens if truncate == -1 else truncate
-        texts = [_Text(self._encoder.tokenize(text, most)) for text in inputs]
+        texts = [_Text(self._encoder.tokenize(text, options)) for text in inputs]
         with self._changed:
             if self._stop_error is not None:
                 raise self._stop_error
@@ -93,13 +89,12 @@ class EncoderEngine:
             self._changed.notify()
         found = []
         for text in texts:
-            vector = self._wait(text, texts, cancelled)
+            vector = self._encoder.activated(self._wait(text, texts, cancelled), options)
             if not bool(vector.isfinite().all()):  # NaN is no JSON, and ranks nothing
                 raise EngineError(
                     "the model's answer for a text has numbers that are infinite or NaN; use --dtype float32, or check "
                     "the weights"
                 )
-            vector = vector if dimensions is None else normalized(vector[:dimensions])
             found.append((len(text.tokens), _packed(vector)))
         return found
 
@@ -156,7 +151,7 @@ class EncoderEngine:
     def _step(self, batch: list[_Text]) -> None:
         start_ns = time.monotonic_ns()
         try:
-            vectors = self._encoder.encode([text.tokens for text in batch])
+            vectors = self._encoder.pool([text.tokens for text in batch])
         except BaseException as error:
             failure = error if isinstance(error, MedusaError) else EngineError(f"the engine failed: {error}")
             for text in batch:

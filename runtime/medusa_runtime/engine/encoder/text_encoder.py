@@ -23,7 +23,9 @@ from ...models.sentences import SentenceEncoderSettings
 from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region
 from ...timeline import Timeline
+from ..base import EmbedOptions
 from ..checkpoint_files import read_config_json, weights_dtype
+from ..serving.cut import Cut
 from ..serving.tokenizer import Tokenizer
 
 
@@ -98,27 +100,25 @@ class Encoder:
             )
         return wanted
 
-    def tokenize(self, item: str | Sequence[int] | Sequence[str], most: int | None = None) -> Tokens:
-        """Return the token ids of a text or of a pair of texts, with special tokens. Token ids are kept as they are.
+    def tokenize(self, item: str | Sequence[int] | Sequence[str], options: EmbedOptions | None = None) -> Tokens:
+        """Return the token ids of a text or of a pair of texts. Token ids are kept as they are, or cut.
 
-        With ``most``, longer inputs are cut to ``most`` tokens, or to the model's limit. Raises RequestError for an
-        empty input and for ids outside the vocabulary, and ContextLengthError for an input that is too long.
+        Special tokens stay where texts are cut. Raises RequestError for an empty input and for ids outside the
+        vocabulary, and ContextLengthError for an input that is too long.
         """
+        options = options or EmbedOptions()
+        most = self.max_tokens if options.truncate == -1 else options.truncate
+        most = None if most is None else min(most, self.max_tokens)
+        cut = Cut(most, options.most_first, options.most_second, options.truncate_left)
         if isinstance(item, str):
-            self._check_length(item, most)
-            found = Tokens(self.tokenizer.encode(item, True))
+            found = Tokens(self._ids((item,), cut, options.add_special_tokens)[0])
         elif len(item) == 2 and isinstance(item[0], str):
-            for text in item:
-                self._check_length(str(text), most)
-            found = Tokens(*self.tokenizer.encode_pair(str(item[0]), str(item[1])))
+            texts = (item[0], str(item[1])) if item[1] else (item[0],)  # as in transformers
+            found = Tokens(*self._ids(texts, cut, add_special_tokens=True))
         else:
-            found = Tokens(list(item))  # type: ignore[arg-type]
+            found = Tokens(cut.ids(list(item)))  # type: ignore[arg-type]
         if not found:
             raise RequestError("input: expected at least one token, found an empty input", "input")
-        if most is not None:
-            # Like a tokenizer that truncates: the last token, BERT's [SEP], stays at the end.
-            most = min(most, self.max_tokens)
-            found = found if len(found) <= most else Tokens([*found[: most - 1], found[-1]], found.segments[:most])
         if len(found) > self.max_tokens:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_tokens} tokens, and the input has {len(found)}; "
@@ -130,18 +130,39 @@ class Encoder:
                 raise RequestError(f"input: expected token ids below {self.config.vocab_size}, found {token}", "input")
         return found
 
-    def _check_length(self, text: str, most: int | None) -> None:
-        """Refuse a text that takes too long to tokenize. With ``most``, it will be cut, so it may be longer."""
-        if most is None:
-            self.tokenizer.check_length(text, self.max_tokens, name="input")
-        else:
-            self.tokenizer.check_size(text, self.max_tokens, name="input")
+    def _ids(self, texts: tuple[str, ...], cut: Cut, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text or a pair, and the text that each belongs to.
+
+        Raises RequestError for a text that takes too long to tokenize. One that is cut may be longer.
+        """
+        for text in texts:
+            check = self.tokenizer.check_size if cut else self.tokenizer.check_length
+            check(text, self.max_tokens, name="input")
+        if cut:
+            return self.tokenizer.encode_cut(texts, cut, add_special_tokens)
+        if len(texts) == 1:
+            return self.tokenizer.encode(texts[0], add_special_tokens), []
+        return self.tokenizer.encode_pair(*texts)
 
     def encode(self, texts: Sequence[Tokens]) -> Tensor:
         """Run the model on a batch of texts, and return their vectors, float32 [texts, size].
 
         A classifier's vector has the probability of each label.
         """
+        return self.activated(self.pool(texts))
+
+    def activated(self, vectors: Tensor, options: EmbedOptions | None = None) -> Tensor:
+        """Return the vectors [..., size] that the model answers with, from those of ``pool``."""
+        options = options or EmbedOptions()
+        if isinstance(self._model, TransformersEncoder) and self.is_classifier:
+            return vectors if options.activate is False else self._model.probabilities(vectors)
+        if options.dimensions is not None:
+            vectors = vectors[..., : options.dimensions]
+        own = self.sentences.normalize or options.dimensions is not None
+        return normalized(vectors) if options.activate or (own and options.activate is None) else vectors
+
+    def pool(self, texts: Sequence[Tokens]) -> Tensor:
+        """Run the model on a batch of texts, and return their vectors as they are before the activation."""
         longest = max(map(len, texts))
         ids = torch.zeros(len(texts), longest, dtype=torch.long)
         mask = torch.zeros(len(texts), longest, dtype=torch.bool)
@@ -152,8 +173,7 @@ class Encoder:
         hidden: Tensor = self._model(ids, None if bool(mask.all()) else mask, segments)
         if self.is_classifier:
             return hidden
-        vectors = POOLINGS[self.sentences.pooling](hidden, mask).float()
-        return normalized(vectors) if self.sentences.normalize else vectors
+        return POOLINGS[self.sentences.pooling](hidden, mask).float()
 
     @staticmethod
     def _segments(texts: Sequence[Tokens], longest: int) -> Tensor | None:
@@ -166,8 +186,9 @@ class Encoder:
 
         This is for functions that run an encoder themselves.
         """
+        cut = EmbedOptions(truncate=-1)
         with torch.inference_mode():
-            vectors: list[list[float]] = self.encode([self.tokenize(text, self.max_tokens) for text in texts]).tolist()
+            vectors: list[list[float]] = self.encode([self.tokenize(text, cut) for text in texts]).tolist()
         return vectors
 
     def wait(self) -> None:

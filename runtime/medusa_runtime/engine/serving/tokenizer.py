@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError
 from ...process_limits import as_limit_error
 from ...timeline import Timeline
 from ..base import EngineInfo
+from .cut import Cut
 from .token_texts import TokenTexts
 from .tokenizer_limits import check_limits
 from .validation import check_token_ids, most_characters
@@ -139,6 +140,20 @@ class Tokenizer:
             else:
                 [encoding] = tokenizer.encode_batch_fast([pair])
         return list(encoding.ids), list(encoding.type_ids)
+
+    def encode_cut(self, texts: Sequence[str], cut: Cut, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text or of a pair of texts, cut, and for each token its text as ``encode_pair``.
+
+        Raises RequestError like ``encode``.
+        """
+        tokenizer = self._for_text()
+        with self._turn(sum(map(len, texts))), _failures_as_errors():
+            given = [_without_surrogates(text) for text in texts]
+            parts = tokenizer.encode_batch_fast(given, add_special_tokens=False)
+            special = tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
+            cut.texts(parts, special)
+            encoding = tokenizer.post_process(*parts, add_special_tokens=add_special_tokens)
+        return cut.ids(list(encoding.ids)), cut.ids(list(encoding.type_ids))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if not self.present:

@@ -32,8 +32,7 @@ class TransformersEncoder(nn.Module):
     """An encoder or a sequence classifier of transformers.
 
     An encoder turns token ids [texts, tokens] into hidden states [texts, tokens, hidden]. A classifier turns them into
-    a vector for each text [texts, labels], with the probability of each label. If there is only one label, it is the
-    label's score between 0 and 1.
+    a vector for each text [texts, labels], of which ``probabilities`` makes the probability of each label.
     """
 
     def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -60,6 +59,10 @@ class TransformersEncoder(nn.Module):
             hidden: Tensor = out.last_hidden_state
             return hidden
         logits: Tensor = out.logits.float()
+        return logits
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each label [..., labels]. An only label has a score between 0 and 1."""
         return logits.sigmoid() if self._several or logits.shape[-1] == 1 else logits.softmax(-1)
 
     def rename(self, name: str) -> str | None:
