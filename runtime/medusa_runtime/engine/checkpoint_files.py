@@ -25,8 +25,22 @@ def read_config(read: ReadFile, index: WeightIndex, dtype: str = "auto") -> Mode
     raw = read_config_json(read)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         raw["dtype"] = weights_dtype(index)
+    if _has_own_head(index):
+        raw["tie_word_embeddings"] = False
     config = model_config(raw)
     return config if dtype == "auto" else replace(config, dtype=DTYPES[dtype])
+
+
+def _has_own_head(index: WeightIndex) -> bool:
+    """Return whether a checkpoint stores the output's weights apart from the embeddings', which they may differ from.
+
+    Then config.json may still say that they are tied. As in transformers since version 5, they are not.
+    """
+    head = next((entry for name, entry in index.tensors.items() if name.endswith("lm_head.weight")), None)
+    if head is None:
+        return False
+    alike = [entry for entry in index.tensors.values() if entry.shape == head.shape and entry is not head]
+    return bool(alike) and not any((one.shard, one.start) == (head.shard, head.start) for one in alike)
 
 
 def read_config_json(read: ReadFile) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.divided import Divide
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
@@ -26,6 +26,15 @@ def dtype_in(fields: Fields) -> torch.dtype:
     """Return the dtype that a config.json names, in ``dtype`` or, in older files, ``torch_dtype``."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     return DTYPES[fields.choice(name, DTYPES, default="float32")]
+
+
+def require_causal(fields: Fields) -> None:
+    """Raise ModelError for a decoder whose tokens see later ones, as in models of text that were made from decoders."""
+    if fields.get("is_causal") is False:
+        raise ModelError(
+            f"{fields.where}: tokens of this model see later ones (is_causal is false), which the torch engine does "
+            "not compute for decoders; expected another model, or --engine vllm"
+        )
 
 
 class Attention(Protocol):
@@ -98,6 +107,7 @@ class ModelConfig:
         ``tied`` is the family's default for ``tie_word_embeddings``. ``kv_heads`` replaces ``num_key_value_heads`` for
         a family that has another key for it.
         """
+        require_causal(fields)
         hidden = fields.count("hidden_size", "n_embed")
         heads = fields.count("num_attention_heads", "n_head")
         if fields.get("head_dim") is None and hidden % heads:

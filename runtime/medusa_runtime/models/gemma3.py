@@ -16,9 +16,9 @@ from medusa_runtime.models.base import Attention
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.norm import RMSNorm
 from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
-from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, SelfAttention
+from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, SelfAttention, layer_windows, with_defaults
 
-_KINDS = ("full_attention", "sliding_attention")
+_OF_ROPES = ("rope_scaling", "original_max_position_embeddings")  # keys that do not count for the rope of each kind
 _THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 _THETA_NAMES = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
 
@@ -41,16 +41,17 @@ class Gemma3Config(LlamaConfig):
                 f"{fields.where}: tokens of this {architecture} see later ones (use_bidirectional_attention), which "
                 "the torch engine does not compute; expected another model, or --engine vllm"
             )
-        defaults = {"head_dim": 256, "hidden_act": fields.get("hidden_activation") or "gelu_pytorch_tanh"}
-        given = {name: value for name, value in fields.raw.items() if value is not None and name != "rope_scaling"}
-        ropes = {kind: _rope(fields, kind) for kind in _KINDS}
-        named = Fields(defaults | given | {"rope_parameters": ropes["full_attention"]}, fields.where)
+        fields = with_defaults(architecture, fields)
+        given = {name: value for name, value in fields.raw.items() if value is not None and name not in _OF_ROPES}
+        given["hidden_act"] = fields.get("hidden_activation") or "gelu_pytorch_tanh"
+        named = Fields(given | {"rope_parameters": _rope(fields, "full_attention")}, fields.where)
         llama = LlamaConfig.read(architecture, named)
-        local = Fields(given | {"rope_parameters": ropes["sliding_attention"]}, fields.where)
+        local = Fields(given | {"rope_parameters": _rope(fields, "sliding_attention")}, fields.where)
+        every = fields.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
         return cls(
             **vars(llama)
             | {
-                "windows": _windows(fields, llama.num_layers),
+                "windows": layer_windows(fields, [bool((layer + 1) % every) for layer in range(llama.num_layers)]),
                 "tie_word_embeddings": fields.flag("tie_word_embeddings", default=True),
                 "qk_norm": True,
             },
@@ -84,16 +85,6 @@ def _rope(fields: Fields, kind: str) -> dict[str, Any]:
             added = {}
         found |= added
     return found
-
-
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer: without ``layer_types``, all but every sixth have one."""
-    window = fields.count("sliding_window", default=4096)
-    every = fields.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    kinds = fields.names("layer_types") or [_KINDS[bool((layer + 1) % every)] for layer in range(layers)]
-    if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
-        raise fields.error("layer_types", f"{layers} times {' or '.join(_KINDS)}", kinds)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class Gemma3Attention(SelfAttention):

@@ -20,16 +20,14 @@ from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
-from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention
+from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention, layer_windows, with_defaults
 from medusa_runtime.models.mixture import Routed
 from medusa_runtime.models.sizes import MOST_EXPERTS
 
-_THETA = 150000.0
 _ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_KINDS = ("sliding_attention", "full_attention")
 _BLOCK, _BLOCK_BYTES = 32, 16  # values of MXFP4 that share a scale, and their bytes
 _PARTS = {"": "weight", "_blocks": "blocks", "_scales": "scales", "_bias": "bias"}
 
@@ -48,18 +46,16 @@ class GptOssConfig(LlamaConfig):
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
-        defaults: dict[str, Any] = {"head_dim": 64, "rope_theta": _THETA, "attention_bias": True, "rms_norm_eps": 1e-5}
-        if fields.get("rope_parameters", "rope_scaling") is None:
-            defaults["rope_scaling"] = _ROPE
-        given = {name: value for name, value in fields.raw.items() if value is not None}
-        fields = Fields(defaults | given, fields.where)
+        fields = with_defaults(architecture, fields)
+        if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
+            fields = Fields({**fields.raw, "rope_scaling": _ROPE}, fields.where)
         llama = LlamaConfig.read(architecture, fields)
         experts = fields.count("num_local_experts", "num_experts", most=MOST_EXPERTS // llama.num_layers)
         chosen = fields.count("num_experts_per_tok", "experts_per_token", default=4)
         if chosen > experts:
             raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}", chosen)
         return cls(
-            **vars(llama) | {"windows": _windows(fields, llama.num_layers)},
+            **vars(llama) | {"windows": layer_windows(fields, [layer % 2 == 0 for layer in range(llama.num_layers)])},
             experts=experts,
             chosen=chosen,
             alpha=fields.number("swiglu_alpha", default=1.702),
@@ -74,15 +70,6 @@ class GptOssConfig(LlamaConfig):
 
     def mlp(self, index: int) -> nn.Module:
         return GptOssExperts(self)
-
-
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer: without ``layer_types``, every second one has it, from the first on."""
-    window = fields.count("sliding_window", default=128)
-    kinds = fields.names("layer_types") or [_KINDS[layer % 2] for layer in range(layers)]
-    if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
-        raise fields.error("layer_types", f"{layers} times {' or '.join(_KINDS)}", kinds)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class SinkAttention(SelfAttention):

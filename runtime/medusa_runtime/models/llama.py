@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
@@ -32,10 +33,9 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
+        fields = with_defaults(architecture, fields)
         common = cls.common(architecture, fields, tied=False)
         qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
-        if architecture == "Qwen3ForCausalLM":
-            common["head_dim"] = fields.count("head_dim", default=128)
         bias = fields.flag("attention_bias", default=False)
         common["windows"] = _windows(architecture, fields, common["num_layers"])
         return cls(
@@ -66,24 +66,53 @@ class LlamaConfig(ModelConfig):
         return GatedMLP(self, self.intermediate_size)
 
 
-def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer. Mistral and Qwen3-MoE have one for all layers, other Qwens for some."""
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        # null means no window; without the key, the window is the one of the first Mistral
-        first = 4096 if architecture == "MistralForCausalLM" else None
-        window = first if "sliding_window" not in fields.raw else fields.get("sliding_window")
-        return (window and fields.count("sliding_window", default=4096),) * layers
-    if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
-        return (None,) * layers
-    window = fields.count("sliding_window", default=4096)
-    if architecture == "Qwen3MoeForCausalLM":
-        return (window,) * layers
-    bound = fields.index("max_window_layers", default=28)
-    slides = [i < bound and i % 2 == 0 if architecture == "Qwen2MoeForCausalLM" else i >= bound for i in range(layers)]
-    kinds = fields.names("layer_types") or ["sliding_attention" if one else "full_attention" for one in slides]
-    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
-        raise fields.error("layer_types", f"{layers} times sliding_attention or full_attention", kinds)
+_KINDS = ("full_attention", "sliding_attention")
+# The defaults of transformers' configurations where they are not those of Llama's. A key that says how large a tensor
+# is, or how many there are, is better missed.
+_QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "MixtralForCausalLM": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2,
+    },
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": _QWEN | {"head_dim": 128},
+    "Qwen2MoeForCausalLM": _QWEN,
+    "Qwen3MoeForCausalLM": _QWEN,
+    "Gemma3ForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096, "head_dim": 256},
+    "GptOssForCausalLM": {
+        "max_position_embeddings": 131072, "sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0, "attention_bias": True,
+    },
+}  # fmt: skip
+
+
+def with_defaults(architecture: str, fields: Fields) -> Fields:
+    """Return the fields of a config.json with transformers' values for keys that are absent. A null stays null."""
+    return Fields(_DEFAULTS.get(architecture, {}) | dict(fields.raw), fields.where)
+
+
+def layer_windows(fields: Fields, slides: Sequence[bool]) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer that has one, by ``layer_types`` or, if these are absent, ``slides``."""
+    kinds = fields.names("layer_types") or [_KINDS[one] for one in slides]
+    if len(kinds) != len(slides) or not {*kinds} <= {*_KINDS}:
+        raise fields.error("layer_types", f"{len(slides)} times {' or '.join(_KINDS)}", kinds)
+    window = fields.count("sliding_window") if "sliding_attention" in kinds else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer. Mixtral and Qwen3-MoE have one for all layers, others for some."""
+    qwen = architecture.startswith("Qwen")
+    mistral = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    if not (mistral or (qwen and fields.flag("use_sliding_window", default=False))):
+        return (None,) * layers
+    has_window = bool(fields.get("sliding_window"))  # null means none
+    if architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return (fields.count("sliding_window") if has_window else None,) * layers
+    bound = fields.index("max_window_layers", default=28) if qwen else 0
+    slides = [i < bound and i % 2 == 0 if architecture == "Qwen2MoeForCausalLM" else i >= bound for i in range(layers)]
+    return layer_windows(fields, [has_window and one for one in slides])
 
 
 class SelfAttention(nn.Module):

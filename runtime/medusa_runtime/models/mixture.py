@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
-from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig
+from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, with_defaults
 from medusa_runtime.models.sizes import MOST_EXPERTS
 
 _MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -40,14 +40,15 @@ class MixtureConfig(LlamaConfig):
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
+        fields = with_defaults(architecture, fields)
         llama = LlamaConfig.read(architecture, fields)
         mixtral = architecture == "MixtralForCausalLM"
         experts = fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS // llama.num_layers)
-        chosen = fields.count("num_experts_per_tok", default=2 if mixtral else None)
+        chosen = fields.count("num_experts_per_tok")
         if chosen > experts:
             raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}", chosen)
         step = 1 if mixtral else fields.count("decoder_sparse_step", default=1)
-        dense = fields.get("mlp_only_layers") or []
+        dense = [] if mixtral else fields.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(one) is int for one in dense):
             raise fields.error("mlp_only_layers", "a list of layers' numbers", dense)
         return cls(

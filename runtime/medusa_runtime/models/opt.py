@@ -27,6 +27,7 @@ class OPTConfig(ModelConfig):
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
+        fields = Fields({**fields.raw, "head_dim": None}, fields.where)  # transformers' OPT does not read it
         common = cls.common(architecture, fields, tied=True)
         norm_first = fields.flag("do_layer_norm_before", default=True)
         return cls(

@@ -310,7 +310,7 @@ def test_blocks_without_their_config_are_refused(folders: dict[str, Path], tmp_p
     ("change", "said"),
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok to be at most the number of experts, 8"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types to be 4 times sliding_attention or full_attention"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types to be 4 times full_attention or sliding_attention"),
         ({"num_local_experts": 1 << 20}, "num_local_experts to be at most"),
         ({"swiglu_limit": 0}, "swiglu_limit to be a number above 0"),
     ],

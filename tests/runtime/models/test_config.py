@@ -82,10 +82,10 @@ def test_a_long_type_of_model_is_no_path() -> None:
 
 def test_old_and_new_forms_of_rope_are_one() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
-    new = llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "partial_rotary_factor": 0.5, **yarn})
-    old = llama(rope_theta=1e6, partial_rotary_factor=0.5, rope_scaling={"type": "yarn", **yarn})
+    new = llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "partial_rotary_factor": 1.0, **yarn})
+    old = llama(rope_theta=1e6, partial_rotary_factor=1.0, rope_scaling={"type": "yarn", **yarn})
     assert new == old
-    assert (new.rope.kind, new.rope.size, new.rope.theta) == ("yarn", 8, 1e6)
+    assert (new.rope.kind, new.rope.size, new.rope.theta) == ("yarn", 16, 1e6)
     assert llama(rope_scaling=None, rope_theta=5000).rope.theta == 5000
 
 
@@ -117,7 +117,9 @@ def test_windows_of_each_layer() -> None:
     assert llama(**qwen, use_sliding_window=True).windows == (None, None, None, 8)
     assert llama(**qwen | {"use_sliding_window": True, "max_window_layers": 0}).windows == (8,) * 4
     assert llama(**qwen | {"use_sliding_window": True, "max_window_layers": None}).windows == (None,) * 4
+    assert llama(**qwen | {"use_sliding_window": True, "sliding_window": None}).windows == (None,) * 4
     kinds = ["full_attention", "sliding_attention"] * 2
+    assert llama(**mistral, sliding_window=8, layer_types=kinds).windows == (None, 8, None, 8)
     assert llama(**qwen, use_sliding_window=True, layer_types=kinds).windows == (None, 8, None, 8)
 
 
@@ -155,6 +157,8 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
     assert "--engine vllm" in str(caught.value)
 
 
+SLIDING = ["sliding_attention"] * 4
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
 
 
@@ -190,8 +194,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
         ({"rope_theta": float("inf")}, ConfigError, "rope_theta to be a number of 0 or more, found inf"),
         ({"rope_theta": 0}, ConfigError, "rope_theta to be a number above 0, found 0"),
         ({"partial_rotary_factor": -4}, ConfigError, "partial_rotary_factor to be a number"),
-        ({"partial_rotary_factor": 0.01}, ConfigError, "partial_rotary_factor to be a part of 16"),
-        ({"partial_rotary_factor": 2}, ConfigError, "partial_rotary_factor to be a part of 16"),
+        ({"partial_rotary_factor": 0.5}, ModelError, "to rotate a part of each head, .*--engine vllm"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ModelError, "to rotate a part of each head"),
+        ({"head_dim": 7}, ConfigError, "head_dim to be an even number of at least 2, .*, found 7"),
+        ({"head_dim": 2} | DYNAMIC, ConfigError, "head_dim to be an even number of at least 4, .*, found 2"),
+        ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2}}, ConfigError, "another number than 1"),
+        ({"is_causal": False}, ModelError, r"tokens of this model see later ones \(is_causal is false\)"),
+        (
+            QWEN | {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            ConfigError,
+            "sliding_window to be",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ConfigError, "factor to be a number above 0"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, ConfigError, "more than the low_freq_factor of 1"),
     ],

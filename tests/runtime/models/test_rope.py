@@ -1,4 +1,4 @@
-"""What the comparison with transformers does not reach: partial rotation, and several sequences in one batch."""
+"""What the comparison with transformers does not reach: distances, and several sequences in one batch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.rope import Rope, RopeConfig
 
 
-def rope(head_dim: int = 16, **parameters: Any) -> Rope:
+def rope(**parameters: Any) -> Rope:
     fields = Fields({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0} | parameters})
-    return Rope(RopeConfig.read(fields, head_dim=head_dim, max_positions=10))
-
-
-def test_partial_rotation_leaves_the_rest() -> None:
-    x, positions = torch.randn(5, 2, 16), torch.arange(5)
-    turned, _ = rope(partial_rotary_factor=0.5).rotation(positions, torch.float32)(x.clone(), x.clone())
-    torch.testing.assert_close(turned[..., 8:], x[..., 8:], rtol=0, atol=0)
-    whole, _ = rope(head_dim=8).rotation(positions, torch.float32)(x[..., :8].clone(), x[..., :8].clone())
-    torch.testing.assert_close(turned[..., :8], whole)
-    assert not torch.allclose(turned[1:, :, :8], x[1:, :, :8])
+    return Rope(RopeConfig.read(fields, head_dim=16, max_positions=10))
 
 
 def test_products_depend_on_distance_alone() -> None:

@@ -35,7 +35,7 @@ class Rotation(NamedTuple):
 class RopeConfig:
     """The rope that a config.json describes, with the names used there.
 
-    ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head that are rotated.
+    ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head.
     """
 
     kind: str
@@ -70,7 +70,18 @@ class RopeConfig:
                 f"{rope.where}: the torch engine does not know the rope type {kind!r}; it knows {', '.join(KINDS)}. "
                 "For others use --engine vllm."
             )
-        original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        least = 4 if kind == "dynamic" else 2
+        if head_dim % 2 or head_dim < least:
+            raise fields.error("head_dim", f"an even number of at least {least}, as heads are rotated", head_dim)
+        theta = rope.positive("rope_theta", default=10000.0)
+        if theta == 1 and kind == "yarn":
+            raise rope.error("rope_theta", "another number than 1", theta)
+        if rope.positive("partial_rotary_factor", default=1.0) != 1:
+            raise ModelError(
+                f"{rope.where}: partial_rotary_factor asks to rotate a part of each head, which neither transformers "
+                "does for this architecture nor the torch engine; expected another model, or --engine vllm"
+            )
+        original = fields.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         original = Fields({"original_max_position_embeddings": original}, rope.where).count(
             "original_max_position_embeddings", default=max_positions
         )
@@ -83,8 +94,8 @@ class RopeConfig:
             raise rope.error("high_freq_factor", f"more than the low_freq_factor of {low:g}", high)
         return cls(
             kind=kind,
-            size=_rotated(rope, head_dim),
-            theta=rope.positive("rope_theta", default=10000.0),
+            size=head_dim,
+            theta=theta,
             factor=factor,
             max_positions=max_positions,
             original_max_positions=original,
@@ -95,15 +106,6 @@ class RopeConfig:
             truncate=rope.flag("truncate", default=True),
             attention_factor=_attention_factor(rope, factor) if kind == "yarn" else 1.0,
         )
-
-
-def _rotated(rope: Fields, head_dim: int) -> int:
-    """Return how many dimensions of each head are rotated. The number is even, because they are rotated in pairs."""
-    part = rope.positive("partial_rotary_factor", default=1.0)
-    size = int(head_dim * part)
-    if not 2 <= size <= head_dim or size % 2:
-        raise rope.error("partial_rotary_factor", f"a part of {head_dim} that is an even number", part)
-    return size
 
 
 class Rope:
