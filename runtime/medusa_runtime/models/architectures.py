@@ -30,11 +30,14 @@ CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes one of ENCODERS, and not a classifier or a decoder."""
+    """Return whether a config.json describes one of ENCODERS, and not a classifier or a decoder.
+
+    With ``is_decoder``, tokens of these models see earlier ones only, which transformers' code computes.
+    """
     named = raw.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
-    return raw.get("model_type") in ENCODERS and not other
+    return raw.get("model_type") in ENCODERS and not other and not raw.get("is_decoder")
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:

@@ -78,7 +78,11 @@ class Embeddings(nn.Module):
         self.first = config.first_position
 
     def forward(self, token_ids: Tensor, segments: Tensor) -> Tensor:
-        positions = torch.arange(self.first, self.first + token_ids.shape[1], device=token_ids.device)
+        if self.first:  # RoBERTa's. A padding token in the text has a position of its own, and is not counted.
+            real = token_ids != self.first - 1
+            positions = real.cumsum(1) * real + self.first - 1
+        else:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         hidden = self.word_embeddings(token_ids) + self.token_type_embeddings(segments)
         return cast(Tensor, self.LayerNorm(hidden + self.position_embeddings(positions)))
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.models.backend import backend
 from medusa_runtime.models.bert import Bert, BertConfig
 from medusa_runtime.models.layers.pooling import POOLINGS, normalized
 from safetensors.torch import load_file, save_file
@@ -54,6 +56,19 @@ def test_agrees_with_transformers(family: str, tmp_path: Path, filled: Callable[
     torch.testing.assert_close(model.pooled(found), expected.pooler_output, rtol=0, atol=1e-4)
     whole = model(TOKENS[:1])  # no mask: nothing is padding
     torch.testing.assert_close(whole, expected.last_hidden_state[:1], rtol=0, atol=1e-4)
+
+
+def test_a_padding_token_in_a_text_has_no_position_of_roberta(tmp_path: Path, filled: Callable[..., nn.Module]) -> None:
+    tokens = torch.tensor([[2, 17, 1, 33, 1, 1, 71, 3]])
+    expected = reference("Roberta", tmp_path)(tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+    torch.testing.assert_close(ours(tmp_path, filled)(tokens), expected, rtol=0, atol=1e-4)
+
+
+def test_an_encoder_that_is_a_decoder_runs_by_transformers() -> None:
+    raw = SIZES | {"model_type": "bert", "architectures": ["BertModel"]}
+    assert backend({"config.json": json.dumps(raw).encode()}.get, Settings(model="m")).foreign is False
+    raw["is_decoder"] = True
+    assert backend({"config.json": json.dumps(raw).encode()}.get, Settings(model="m")).foreign is True
 
 
 def test_segments(tmp_path: Path, filled: Callable[..., nn.Module]) -> None:
