@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,29 @@ from typing import Any
 from medusa_runtime.bounded_json import parse_json
 from medusa_runtime.errors import json_kind
 
+_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FIELD_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+
+
+def head_problem(status: int, headers: Iterable[tuple[str, str]]) -> str:
+    """Return what HTTP cannot carry in the head of an answer (RFC 9110, sections 5 and 15); empty if it is good."""
+    if not isinstance(status, int) or not 200 <= status <= 999:
+        return f"the status {status!r}; expected a number from 200 to 999"
+    for name, value in headers:
+        if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(str(value)):
+            return f"the header {name!r}, which HTTP cannot carry; expected Latin-1 without control characters"
+    return ""
+
 
 class HttpError(Exception):
-    """An error to raise in order to answer with its status and message, such as ``HttpError(404, "no such user")``."""
+    """An error to raise in order to answer with its status and message, such as ``HttpError(404, "no such user")``.
+
+    Raises ValueError for a status or a header that HTTP cannot carry.
+    """
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        if problem := head_problem(status, (headers or {}).items()):
+            raise ValueError(f"HttpError: found {problem}")
         super().__init__(message)
         self.status = status
         self.message = message

@@ -262,6 +262,24 @@ def test_a_response_that_http_cannot_carry_keeps_no_place(serve: Serve) -> None:
     assert "ValueError: the function returned the header 'X-A'" in served.output()
 
 
+def test_an_error_that_http_cannot_carry_is_a_defect_of_the_function(serve: Serve) -> None:
+    served = serve(handler="unsendable/handler.py:handle")
+    for what in (b"error status", b"error text", b"error header", b"error name"):
+        status, answer, headers = served.request("POST", "/", what, TEXT)
+        assert status == 500, what
+        assert headers["x-request-id"] in answer["error"], what
+    assert "ValueError: HttpError: found the status 100; expected a number from 200 to 999" in served.output()
+    assert "ValueError: HttpError: found the header 'a b', which HTTP cannot carry" in served.output()
+
+
+def test_headers_of_a_result_may_repeat(serve: Serve) -> None:
+    served = serve(handler="unsendable/handler.py:handle")
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection.request("POST", "/", b"cookies", {"content-type": "text/plain"})
+    assert connection.getresponse().headers.get_all("set-cookie") == ["a=1", "b=2"]
+    connection.close()
+
+
 def test_a_response_says_how_long_its_own_body_is(serve: Serve) -> None:
     """A function that passes on another server's headers gives the length of a body that was compressed."""
     served = serve(handler="unsendable/handler.py:handle", max_concurrency=1, hold_s=5)

@@ -6,16 +6,16 @@ import dataclasses
 import json
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import flask
+from werkzeug.datastructures import Headers as WerkzeugHeaders
 from werkzeug.wrappers import Response as WerkzeugResponse
 
 from ..cloud_event import is_cloud_event_class
-from ..contract import Request, Response
+from ..contract import Request, Response, head_problem
 from ..disconnection import POLL_S
 from ..faults import ClientDisconnectedError, as_exception, stream_error
 from ..forked_child import ending_forked_children
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_FIELD_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _AHEAD = 8  # chunks a function may be ahead of a slow client
 
 
@@ -42,7 +40,8 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
         return _sendable(result, request)
     if isinstance(result, WerkzeugResponse):
         return _sendable(flask.Response(result.response, result.status, result.headers), request)
-    status, headers, content_type = 200, {}, None
+    status, content_type = 200, None
+    headers: Any = {}
     if isinstance(result, Response):
         status, headers, content_type = result.status, dict(result.headers), result.content_type
         if _is_stream(result.body):
@@ -52,7 +51,7 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
             return _sendable(response, request)
         result = result.body
     elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
-        status, headers = result[1], dict(result[2]) if len(result) == 3 else {}
+        status, headers = result[1], result[2] if len(result) == 3 else {}
         result = result[0]
     elif service.function is not None and service.function.is_event_style and isinstance(result, Mapping):
         status, headers = int(result.get("statusCode", 200)), dict(result.get("headers") or {})
@@ -66,20 +65,15 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
         response = flask.Response(body, 204 if result is None and status == 200 else status, content_type=kind)
     if content_type is not None:
         response.content_type = content_type
-    response.headers.update(headers)
+    response.headers.update(WerkzeugHeaders(headers))
     return _sendable(response, request)
 
 
 def _sendable(response: flask.Response, request: Request) -> flask.Response:
     """Return ``response``. Raises ValueError if HTTP cannot carry its status or a header (RFC 9110, sections 5, 15)."""
-    problem = ""
+    problem = head_problem(response.status_code, response.headers)
     length = response.headers.get("Content-Length", "0")
-    if not 200 <= response.status_code <= 999:
-        problem = f"the status {response.status_code}; expected a number from 200 to 999"
-    for name, value in response.headers:
-        if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
-            problem = f"the header {name!r}, which HTTP cannot carry; expected Latin-1 without control characters"
-    if not (length.isascii() and length.isdigit()):
+    if not problem and not (length.isascii() and length.isdigit()):
         problem = f"the header Content-Length: {length!r}; expected a number of bytes, or no such header"
     if problem:
         response.close()
