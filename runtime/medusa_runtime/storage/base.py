@@ -118,26 +118,28 @@ def open_store(url: str) -> Store:
 
     Raises ConfigError, which lists the known schemes, or MissingPackageError, which says what to install.
     """
+    module, _, name = find_store(url).partition(":")
+    url = url[len(_BY_FSSPEC) :] if scheme_of(url).startswith(_BY_FSSPEC) else url
+    opened: Store = getattr(importlib.import_module(f"{__package__}.{module}"), name)(url)
+    return opened
+
+
+def find_store(url: str) -> str:
+    """Return the module and class of the store that reads a URL. Raises ConfigError if none on this machine does."""
     if not url:
         raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
     scheme = scheme_of(url)
     if scheme == "https" and (page := re.match(_MODEL_PAGE, url)):
         raise ConfigError(f"{redacted(url)} is the page of a model, not of its files: expected hf://{page[1]}")
-    if scheme.startswith(_BY_FSSPEC):
-        url, scheme = url[len(_BY_FSSPEC) :], scheme.removeprefix(_BY_FSSPEC)
-        target = None
-    else:
-        target = STORES.get(scheme)
-    target = target or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
-    if target is None:
-        known = ", ".join(["a path", *(f"{name}://" for name in STORES if name)])
-        raise ConfigError(
-            f"{redacted(url)}: unknown scheme {scheme}://; expected one of {known}, or another one that fsspec knows "
-            '(pip install "medusa-runtime[fsspec]")'
-        )
-    module, _, name = target.partition(":")
-    opened: Store = getattr(importlib.import_module(f"{__package__}.{module}"), name)(url)
-    return opened
+    if scheme in STORES:
+        return STORES[scheme]
+    if _known_to_fsspec(scheme.removeprefix(_BY_FSSPEC)):
+        return "fsspec_store:FsspecStore"
+    known = ", ".join(["a path", *(f"{name}://" for name in STORES if name)])
+    raise ConfigError(
+        f"{redacted(url)}: unknown scheme {scheme}://; expected one of {known}, or another one that fsspec knows "
+        '(pip install "medusa-runtime[fsspec]")'
+    )
 
 
 def scheme_of(url: str) -> str:

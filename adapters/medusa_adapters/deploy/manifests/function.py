@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import NO_ENGINE, offered_engines
-from medusa_runtime.storage.base import redacted
+from medusa_runtime.storage.base import find_store, redacted, scheme_of
 
 from ...cli.flags import misspelt
 from ...platforms.base import load
@@ -102,10 +102,27 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
                 f"{variable}={redacted(url)!r} came with a user, password or query, which everybody who reads what is "
                 f"deployed would see: expected a URL without them, and credentials that the instance finds by itself"
             )
+    if model := env.get("MEDUSA_MODEL"):
+        _check_model(model)
     for variable, meant in misspelt(env):
         print(f"medusa: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     if readable := [name for name in env if _SECRET.search(name)]:
         print(f"medusa: {', '.join(readable)}: everybody who reads what is deployed sees the value", file=sys.stderr)
+
+
+def _check_model(model: str) -> None:
+    """Say what an instance may miss, though it may be there: a folder in the image, or a package that reads the URL."""
+    if scheme_of(model) in ("", "file"):
+        print(
+            f"medusa: MEDUSA_MODEL={model} is a path in the container, into which this command copies nothing: "
+            "expected the model in the image or in a volume there, or else a URL",
+            file=sys.stderr,
+        )
+        return
+    try:
+        find_store(model)
+    except ConfigError as error:
+        print(f"medusa: {error}", file=sys.stderr)
 
 
 def hold_s(measured: MeasuredStart | None, timeout_s: int) -> int:
