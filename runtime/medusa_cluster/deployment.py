@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -72,6 +74,12 @@ class Deployment:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """What instances are started with, as a short text. If it changes, they are replaced."""
+        started_with = (self.url, self.engine, dict(self.settings), self.disaggregated)
+        return hashlib.sha256(json.dumps(started_with, sort_keys=True).encode()).hexdigest()[:16]
 
     def _check(self, settings_name: str) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):

@@ -103,6 +103,7 @@ class Cluster:
                     continue
                 since_s = node.seen_at - item["age_s"]
                 instance = KnownInstance(instance_id, item["model"], node.name, item["state"], since_s)
+                instance.digest = item.get("deployment") or ""
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
                     instance.set_group(item["group"])
                 self.state.instances[instance_id] = instance
@@ -208,6 +209,7 @@ class Cluster:
         now = time.monotonic()
         self._forget_draining(now)
         self._groups.update()
+        self.execution.end_outdated()
         self.execution.look_after_helpers()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
         loads = self.state.loads.summed(self.state.gateways.values(), now, self.state.deployments)
@@ -292,8 +294,9 @@ class Cluster:
         self._save(deployments=self.state.deployments | {deployment.name: deployment})
         if before != deployment:
             self.state.record_event("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
-        if before is not None and _starts(before) != _starts(deployment):
-            self.execution.end_all(deployment.name, "its deployment has changed")
+        if before is not None and before.digest != deployment.digest:
+            self.execution.forgive(deployment.name)
+            self.execution.end_outdated()
         return deployment.to_json()
 
     def _check_names(self, new: Deployment) -> None:
@@ -415,11 +418,6 @@ class Cluster:
             gateway.loads = {model: load for model, load in gateway.loads.items() if model in deployments}
         self.state.publish()
         self.state.wake()
-
-
-def _starts(deployment: Deployment) -> tuple[Any, ...]:
-    """Return what instances are started with; if it changes, they are replaced."""
-    return deployment.url, deployment.engine, deployment.settings, deployment.disaggregated
 
 
 def _drain_s(arguments: Mapping[str, Any]) -> float | None:

@@ -131,7 +131,7 @@ class Execution:
             wanted_role=decision.role,
         )  # fmt: skip
         instance.predicted_s = decision.ttft_s
-        instance.set_gpus(state.deployments[decision.model], state.nodes[decision.node], decision.device_bytes)
+        instance.set_deployment(state.deployments[decision.model], state.nodes[decision.node], decision.device_bytes)
         state.instances[decision.id] = instance
         reason = f": {decision.reason}" if decision.reason else ""
         state.record_event(
@@ -258,9 +258,18 @@ class Execution:
             instance.state, instance.since_s = "ready", time.monotonic()
             self._state.publish()
 
+    def forgive(self, model: str) -> None:
+        """Start a model again at once whose last starts have failed."""
+        self._failures.pop(model, None)
+
+    def end_outdated(self) -> None:
+        """End the instances of what was deployed before under their names, after their requests."""
+        for instance in [item for item in self._state.instances.values() if self._state.is_outdated(item)]:
+            self._begin_stop(StopInstance(instance.id, instance.node, reason="its deployment has changed"))
+
     def end_all(self, model: str, reason: str) -> None:
         """End all instances of a model after their requests."""
-        self._failures.pop(model, None)
+        self.forgive(model)
         for instance in [item for item in self._state.instances.values() if item.model == model]:
             self._begin_stop(StopInstance(instance.id, instance.node, reason=reason))
 

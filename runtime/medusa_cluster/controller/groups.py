@@ -63,7 +63,7 @@ class Groups:
             for rank, start in enumerate(starts)
         ]  # fmt: skip
         for worker, start in zip(workers, starts, strict=True):
-            worker.set_gpus(state.deployments[worker.model], state.nodes[worker.node], start.device_bytes)
+            worker.set_deployment(state.deployments[worker.model], state.nodes[worker.node], start.device_bytes)
             state.instances[worker.id] = worker
         names = ", ".join(worker.node for worker in workers)
         predicted = f", the first token in {starts[0].ttft_s:.2f} s" if starts[0].ttft_s else ""

@@ -160,9 +160,11 @@ class KnownInstance:
     slots: int = 1
     device: Device = "auto"
     device_bytes: int = 0  # that it needs on each of its GPUs; 0: not known
+    digest: str = ""  # of the deployment that it was started with; "": not known
 
-    def set_gpus(self, deployment: Deployment, node: KnownNode, device_bytes: int) -> None:
-        """Set what it takes of its node, until the node says that itself."""
+    def set_deployment(self, deployment: Deployment, node: KnownNode, device_bytes: int) -> None:
+        """Set what it is started with, and what it takes of its node, until the node says that itself."""
+        self.digest = deployment.digest
         self.device, self.device_bytes = deployment.device, device_bytes
         self.slots = deployment.gpus if node.processor(deployment.device).on_gpu else 1
 

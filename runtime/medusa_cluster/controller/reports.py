@@ -153,6 +153,7 @@ _STATUS: dict[str, Check] = {
             "kv_use": lambda value: _number(value) and value <= 1,
             "prefill_tokens_per_s": _number,
             "version": _text_or_none,
+            "deployment": _text,
             "group": lambda value: not value or _GROUP(value),
             "pair": lambda value: not value or _PAIR(value),
             "gpus": _number,

@@ -80,6 +80,7 @@ class State:
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self.changed = asyncio.Event()
         self._described: tuple[dict[str, Deployment], dict[str, Any]] = {}, {}  # deployments, and their form in JSON
+        self._digests: dict[str, str] = {}
 
     def wake(self) -> None:
         """Make the next decision come at once."""
@@ -93,8 +94,7 @@ class State:
     def publish(self) -> None:
         """Update the routes."""
         leaving = self.leaving()
-        if self._described[0] is not self.deployments:  # they are replaced together
-            self._described = self.deployments, {name: item.to_json() for name, item in self.deployments.items()}
+        self._describe()
         models: dict[str, Any] = {
             name: {"deployment": found, "instances": []} for name, found in self._described[1].items()
         }
@@ -102,10 +102,20 @@ class State:
             node = self.nodes.get(item.node)
             serves = item.rank == 0 and not item.loading and not item.helping
             if serves and item.model in models and node is not None and node.url:
-                state = "draining" if item.node in leaving else item.state
+                state = "draining" if item.node in leaving or self.is_outdated(item) else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
         self.routes.publish(models)
+
+    def _describe(self) -> None:
+        if self._described[0] is not self.deployments:  # they are replaced together
+            self._described = self.deployments, {name: item.to_json() for name, item in self.deployments.items()}
+            self._digests = {name: item.digest for name, item in self.deployments.items()}
+
+    def is_outdated(self, instance: KnownInstance) -> bool:
+        """Return whether an instance was started with what was deployed under its name before."""
+        self._describe()
+        return bool(instance.digest) and self._digests.get(instance.model, instance.digest) != instance.digest
 
     def is_wanted(self, instance: KnownInstance) -> bool:
         """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""

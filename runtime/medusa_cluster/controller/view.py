@@ -29,6 +29,7 @@ def policy_state(
     decided: dict[str, list[KnownFetch]] = {}
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
+    outdated = {item.id for item in state.instances.values() if state.is_outdated(item)}
     leaving = state.leaving()
     alive = [node for node in state.nodes.values() if node.lost_at is None]
     copies = state.copies()
@@ -40,6 +41,7 @@ def policy_state(
                 instances.get(name, []),
                 decided.get(name, []),
                 decoding=decoding,
+                outdated=outdated,
                 draining=name in leaving,
                 drain_s=state.draining.get(name),
             )
@@ -74,6 +76,7 @@ def _policy_node(
     fetches: list[KnownFetch],
     *,
     decoding: Collection[str | None],
+    outdated: Collection[str],
     draining: bool,
     drain_s: float | None,
 ) -> policy.Node:
@@ -123,6 +126,7 @@ def _policy_node(
                 slots=item.slots,
                 device=item.device,
                 deserted=item.deserted,
+                changed=item.id in outdated,
             )
             for item in instances
         ),

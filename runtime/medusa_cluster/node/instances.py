@@ -322,6 +322,7 @@ class Instances:
                 "kv_use": round(instance.kv_use, 2) if instance.running else 0.0,
                 "prefill_tokens_per_s": round(instance.prefill_tokens_per_s),
                 "version": instance.version,
+                "deployment": instance.deployment.digest,
                 "device": instance.deployment.device,
                 "gpus": 0 if instance.gpus is None else len(instance.gpus.names),
                 "pid": None if instance.child is None else instance.child.pid,

@@ -488,7 +488,8 @@ def _can_resume(instance: Instance, count: RoleCount) -> bool:
     """Return whether a draining instance can stand in for one that is missing: alone, in its role, up to date."""
     version = count.deployment.version
     role = (instance.role == "decode") == (count.role == "decode")
-    return instance.group is None and instance.full and role and (instance.version or version) == version
+    same = (instance.version or version) == version and not instance.changed
+    return instance.group is None and instance.full and role and same
 
 
 _REPLACED = "its model was replaced in the store"

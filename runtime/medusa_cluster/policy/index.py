@@ -250,6 +250,7 @@ def _identity(instance: Instance) -> tuple[object, ...]:
         instance.version,
         instance.slots,
         instance.device,
+        instance.changed,
     )
 
 

@@ -84,6 +84,7 @@ class Instance:
     slots: int = 1  # of its node: the accelerators that it takes, or one processor
     device: Device = "auto"  # what it was told to compute on
     deserted: bool = False  # one that prefilled for it has lost it: perhaps it hangs
+    changed: bool = False  # its deployment has changed since its start, so it ends
 
 
 @dataclass(frozen=True, slots=True)

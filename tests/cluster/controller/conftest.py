@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.controller.cluster import OPTIONS, Cluster
+from medusa_cluster.deployment import Deployment
 from medusa_cluster.json_lines import JsonLinesServer, call
 from medusa_cluster.node.group_worker import GroupWorker
 from medusa_cluster.policy.decide import Options
@@ -131,6 +132,7 @@ class StandInNode:
             await self.starts.wait()
         name = request["deployment"]["name"]
         started = {"id": request["id"], "model": name, "state": "ready", "age_s": 0.0, "version": self.version}
+        started["deployment"] = Deployment.from_json(request["deployment"]).digest
         self.instances[request["id"]] = started
         if "group" in request:
             self.workers[request["id"]] = GroupWorker.from_json(request["group"], "127.0.0.1")

@@ -27,6 +27,11 @@ async def ask(cluster: Cluster, operation: str, **arguments: Any) -> Any:
     return await cluster.answer({"op": operation, "arguments": arguments})
 
 
+def ready(cluster: Cluster) -> list[str]:
+    instances = cluster.state.routes.current["models"]["m"]["instances"]
+    return [item["id"] for item in instances if item["state"] == "ready"]
+
+
 def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         for number in range(1100):
@@ -143,6 +148,72 @@ def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: 
         await until_async(lambda: net.nodes["a"].instances)
         await asyncio.sleep(0.5)
         assert old not in net.nodes["a"].instances
+
+    run(scenario, "a")
+
+
+@pytest.mark.parametrize("change", [{"url": MODEL + "/other"}, {"settings": {"threads": "1"}}], ids=["url", "settings"])
+def test_an_instance_of_what_was_deployed_before_serves_no_more_when_its_node_comes_back(
+    run: Run, change: dict[str, Any]
+) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until_async(lambda: ready(cluster))
+        (old,) = cluster.state.instances.values()
+        net.cut.add(old.node)
+        await until_async(lambda: old.id not in cluster.state.instances)
+        await ask(cluster, "deploy", **{"name": "m", "url": MODEL, "min": 1} | change)
+        await until_async(lambda: ready(cluster))
+        net.cut.clear()
+        while old.id in net.nodes[old.node].instances:
+            assert old.id not in ready(cluster)
+            await asyncio.sleep(0.01)
+        assert ready(cluster)
+
+    run(scenario, "a", "b")
+
+
+def test_a_controller_that_starts_again_ends_instances_of_what_was_deployed_before(run: Run, tmp_path: Path) -> None:
+    net = Net(tmp_path, ("a",))
+
+    async def first(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until_async(lambda: ready(cluster))
+        net.cut.add("a")
+        await until_async(lambda: not cluster.state.instances)
+        await ask(cluster, "deploy", name="m", url=MODEL + "/other", min=1)
+
+    async def second(net: Net, cluster: Cluster) -> None:
+        while old & net.nodes["a"].instances.keys():
+            assert not old & set(ready(cluster))
+            await asyncio.sleep(0.01)
+        await until_async(lambda: ready(cluster))
+
+    run(first, net=net)
+    old = set(net.nodes["a"].instances)
+    assert len(old) == 1
+    net.cut.clear()
+    run(second, net=net)
+
+
+@pytest.mark.parametrize("change", [{"url": MODEL + "/other"}, {"settings": {"threads": "1"}}], ids=["url", "settings"])
+def test_an_instance_of_what_was_deployed_before_does_not_go_on_for_the_load(run: Run, change: dict[str, Any]) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        net.nodes["a"].version = ""  # as of a model on a disk
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until_async(lambda: ready(cluster))
+        (old,) = cluster.state.instances.values()
+        node = net.nodes["a"]
+        node.busy.add(old.id)
+        node.instances[old.id]["running"] = 1
+        await until_async(lambda: old.running == 1)
+        await ask(cluster, "deploy", **{"name": "m", "url": MODEL, "min": 1} | change)
+        await asyncio.sleep(1)  # some ticks
+        assert old.state == "draining"
+        assert [call["op"] for call in node.calls].count("resume") == 0
+        node.busy.clear()
+        node.instances.pop(old.id)
+        node.resumed.set()
 
     run(scenario, "a")
 
