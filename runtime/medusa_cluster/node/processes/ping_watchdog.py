@@ -25,6 +25,7 @@ _POLL_S = 0.1
 _LONGEST_POLL_S = 0.2  # the most that one poll counts: if it took longer, this process was held up itself
 _LONGEST_DISK_S = 10.0  # how long a process may wait for the disk
 _FIRST_ANSWER_S = 60.0  # Ray itself ends a process that has not registered with it by then
+_UNTITLED = b"ray::IDLE"  # Ray's title of a worker that imports its actor's class, or has nothing to do
 
 
 class PingWatchdog:
@@ -63,8 +64,8 @@ class PingWatchdog:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ask(self, pid: int) -> None:
-        """Return when the process has answered, or has ended."""
-        while state(pid) not in ("", "Z"):
+        """Return when the process has answered, has ended, or has become another actor."""
+        while state(pid) not in ("", "Z") and not self._is_another(pid):
             try:
                 await call(self._socket, {"op": "ping"})
             except OSError:  # it does not listen yet, or too many others wait for it
@@ -88,12 +89,33 @@ class PingWatchdog:
             return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def _starting(self) -> int | None:
-        """Return the process that is to listen on the socket, or None if there is none."""
+        """Return the process that is to listen on the socket, or None if there is none.
+
+        It has its title only once it has imported the actor's class. Before that, it is any of Ray's workers without a
+        title; Ray soon ends one that has nothing to do.
+        """
+        untitled = None
         for pid in descendants():
-            with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-                if file.read(len(self._title)) == self._title:
-                    return pid
-        return None
+            title = _title(pid)
+            if title.startswith(self._title):
+                return pid
+            if title == _UNTITLED:
+                untitled = pid
+        return untitled
+
+    def _is_another(self, pid: int) -> bool:
+        """Return whether a process, which had no title, has one now that is not this watch's."""
+        title = _title(pid)
+        return title.startswith(b"ray::") and not title.startswith(self._title) and title != _UNTITLED
+
+
+def _title(pid: int) -> bytes:
+    """Return the first word of a process's command line, which Ray replaces by a title. Empty without a process."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(256).partition(b"\0")[0].rstrip()
+    except OSError:
+        return b""
 
 
 async def _done_within(limit_s: float, asking: asyncio.Task[None], pid: int) -> bool:
