@@ -13,6 +13,7 @@ from ..models.backend import no_config
 from ..models.base import DTYPES
 from ..models.fields import ReadFile, read_object, token_ids
 
+_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")  # the others: GPT-NeoX, BioGPT
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 
 
@@ -36,7 +37,7 @@ def _has_own_head(index: WeightIndex) -> bool:
 
     Then config.json may still say that they are tied. As in transformers since version 5, they are not.
     """
-    head = next((entry for name, entry in index.tensors.items() if name.endswith("lm_head.weight")), None)
+    head = next((entry for name, entry in index.tensors.items() if name.endswith(_HEADS)), None)
     if head is None:
         return False
     alike = [entry for entry in index.tensors.values() if entry.shape == head.shape and entry is not head]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_runtime.models.layers.causal import CausalAttention
 from medusa_runtime.models.registry import model_config
 from medusa_runtime.models.transformers import faster
 from torch import nn
@@ -41,10 +42,8 @@ def test_parts_are_known_by_what_they_compute(name: str) -> None:
     norm, perceptron = module.model.norm, module.model.layers[0].mlp
     kinds = type(norm), type(perceptron)
     faster.use_our_parts(module, torch.bfloat16)
-    formula = faster._formulas[kinds[0], torch.bfloat16]
-    assert formula is not None
+    formula: Any = type(norm).norm_formula
     assert (formula.once, formula.offset) == (once, offset)
-    assert type(norm) is not kinds[0]
     assert (type(perceptron) is not kinds[1]) == gated
     with torch.inference_mode():
         found = module(ids).logits
@@ -85,6 +84,27 @@ def test_an_attention_is_known_by_what_it_gives_the_engine(name: str) -> None:
     theirs = type(part).__module__.startswith("transformers.")
     assert theirs == (formula is None)
     assert (None if formula is None else formula.norms) == ATTENTIONS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("Olmo", {"clip_qkv": 30.0}), ("Olmo", {"hidden_act": "gelu"}), ("Olmo2", {"hidden_act": "relu"})],
+)
+def test_a_model_is_not_taken_for_another_of_its_class(name: str, changes: dict[str, Any]) -> None:
+    """What one config asks for was once computed for all models of the class that a process had."""
+    for more in ({}, changes):
+        config = getattr(transformers, f"{name}Config")(**SHAPE | more)
+        torch.manual_seed(0)
+        theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 4)  # large enough to be clipped
+        raw = json.loads(config.to_json_string(use_diff=False))
+        model: Any = model_config(raw | {"architectures": [f"{name}ForCausalLM"]}).model()
+        model.module.load_state_dict(theirs.state_dict(), assign=True)
+        ids = torch.tensor([5, 17, 2, 88, 41])
+        with torch.inference_mode():
+            found = model.run(ids, torch.arange(5), CausalAttention(5), torch.arange(5))
+            torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=1e-3, atol=1e-2)
 
 
 def test_layers_that_differ_have_options_of_their_own() -> None:

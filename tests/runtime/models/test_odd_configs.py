@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.models import model_config
+from medusa_runtime.models.layers.causal import CausalAttention
 from reference_models import CASES, PROMPT, loaded, logits, reference
 from safetensors.torch import load_file, save_file
 
@@ -64,6 +65,18 @@ def test_a_head_of_its_own_counts_also_where_the_config_ties_it(case: str, tmp_p
     del stored["lm_head.weight"]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     check(tmp_path)
+
+
+def test_a_head_of_another_name_counts_as_well(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.GPTNeoXConfig(**sizes, intermediate_size=48, max_position_embeddings=64)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    changed(tmp_path, {"tie_word_embeddings": True})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens, places = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    with torch.inference_mode(), loaded(tmp_path) as ours:
+        found = ours.run(tokens, places, CausalAttention(len(PROMPT)), places)
+        torch.testing.assert_close(found, theirs(tokens[None]).logits[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from ...load.skeleton import skeleton
 from ..layers.linear import Linear
 from ..mixture import combined
 from ..sizes import MOST_EXPERTS
+from .trials import Tried, kind_of
 
 _KINDS = ("gate_up_proj", "down_proj")
 _SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a converter, for the tensors that it fuses
-_OPTIONS = (int, float, str, tuple, list)  # of a module, which may differ from layer to layer
 _STACKING = {("MergeModulelist", 0), ("Concatenate", 1)}  # what such a converter does, and along which dimension
 
 
@@ -83,7 +83,8 @@ class _Expert(nn.Module):
 
 def separate_experts(module: nn.Module) -> None:
     """Replace the fused experts in a skeleton of transformers, unless there are absurdly many."""
-    fused: list[tuple[str, Any]] = [(path, part) for path, part in module.named_modules() if _is_fused(part)]
+    tried: Tried = {}
+    fused: list[tuple[str, Any]] = [(path, part) for path, part in module.named_modules() if _is_fused(part, tried)]
     if not fused or sum(len(part.down_proj) for _, part in fused) > MOST_EXPERTS:
         return
     names = _names(module)
@@ -128,21 +129,17 @@ def _names(module: Any) -> _Names | None:
     return _Names(*names) if len(names) == len(_Names._fields) else _Names()
 
 
-_plain: dict[tuple[type, str], bool] = {}
-
-
-def _is_fused(part: nn.Module) -> bool:
+def _is_fused(part: nn.Module, tried: Tried) -> bool:
     """Return whether a module is that of plain experts, down(act(gate(x)) * up(x)), in two fused parameters."""
     act_fn = getattr(part, "act_fn", None)
     if part._parameters.keys() != {*_KINDS} or not callable(act_fn):
         return False
     if part._buffers or not part._modules.keys() <= {"act_fn"} or not len(cast(Any, part.down_proj)):
         return False
-    options = repr([(name, value) for name, value in vars(part).items() if isinstance(value, _OPTIONS)])
-    kind = type(part), options
-    if kind not in _plain:
-        _plain[kind] = _computes_plainly(part, act_fn)
-    return _plain[kind]
+    kind = kind_of(part)
+    if kind not in tried:
+        tried[kind] = _computes_plainly(part, act_fn)
+    return bool(tried[kind])
 
 
 def _computes_plainly(part: Any, act_fn: Any) -> bool:

@@ -1,8 +1,8 @@
 """Faster versions of parts of transformers' modules: norms, projections of one input, and gated perceptrons.
 
 A step of a small model spends more time in Python and in small operations of torch than in its matrix products. What a
-class computes is not looked up by its name. Its own forward is tried with random numbers, and a part is replaced when
-one of the formulas here gives the same bits.
+class computes is not looked up by its name. Its own forward is tried with random numbers (``trials``), and a part is
+replaced when one of the formulas here gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from medusa_runtime.kernels import rms_norm, silu_gate
 
 from ..layers.linear import Linear, project
 from .faster_attention import use_our_attention
+from .trials import SCALES, Tried, kind_of
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TRIED = 32  # elements of a row of the input with which a class is tried
@@ -30,18 +31,19 @@ def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
 
     ``dtype`` is the dtype in which the classes are tried.
     """
+    tried: Tried = {}
     for part in list(module.modules()):
         if type(part) is nn.Linear:
             part.__class__ = Linear
     for part in list(module.modules()):
-        _use_our_norm(part, dtype)
+        _use_our_norm(part, dtype, tried)
         for names in _TOGETHER:
             found = [getattr(part, name, None) for name in names]
             if all(type(one) is Linear for one in found):
                 _join(cast("list[Linear]", found))
-        if type(getattr(part, "gate_proj", None)) is _Joined and _is_gated(part):
+        if type(getattr(part, "gate_proj", None)) is _Joined and _is_gated(part, tried):
             part.__class__ = _gated(cast(Any, type(part)))
-        use_our_attention(part, dtype)
+        use_our_attention(part, dtype, tried)
 
 
 # Norms
@@ -75,29 +77,29 @@ _FORMULAS = (
 )
 
 
-def _use_our_norm(part: nn.Module, dtype: torch.dtype) -> None:
+def _use_our_norm(part: nn.Module, dtype: torch.dtype, tried: Tried) -> None:
     weight = part._parameters.get("weight")
     if weight is None or len(part._parameters) > 1 or part._modules or part._buffers or weight.dim() != 1:
         return
     if weight.dtype is not dtype:
         return
     eps = next((name for name in ("variance_epsilon", "eps") if isinstance(getattr(part, name, None), float)), None)
-    formula = None if eps is None else _formula(type(part), dtype, part, eps)
+    formula = None if eps is None else _formula(part, dtype, eps, tried)
     if eps is not None and formula is not None:
         part.__class__ = _norm(cast(Any, type(part)), formula, eps)
 
 
-_formulas: dict[tuple[type, torch.dtype], _NormFormula | None] = {}
-
-
-def _formula(kind: type, dtype: torch.dtype, part: nn.Module, eps: str) -> _NormFormula | None:
-    if (kind, dtype) not in _formulas:
+def _formula(part: nn.Module, dtype: torch.dtype, eps: str, tried: Tried) -> _NormFormula | None:
+    kind = kind_of(part)
+    if kind not in tried:
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((3, _TRIED), (_TRIED,)))
+        rows, weight = (torch.randn(size, generator=generator) for size in ((len(SCALES), _TRIED), (_TRIED,)))
+        x, weight = (rows * torch.tensor(SCALES)[:, None]).to(dtype), weight.to(dtype)
         theirs = _tried(part, {"weight": nn.Parameter(weight, requires_grad=False)}, {}, x)
         known = [one for one in _FORMULAS if theirs is not None and _same(theirs, one, x, weight, getattr(part, eps))]
-        _formulas[kind, dtype] = known[0] if known else None
-    return _formulas[kind, dtype]
+        tried[kind] = known[0] if known else None
+    found: _NormFormula | None = tried[kind]
+    return found
 
 
 def _same(theirs: Tensor, formula: _NormFormula, x: Tensor, weight: Tensor, eps: float) -> bool:
@@ -122,7 +124,7 @@ def _norm(kind: Any, formula: _NormFormula, eps: str) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
         return formula(x, self.weight, getattr(self, eps))
 
-    return type(kind.__name__, (kind,), {"forward": forward})
+    return type(kind.__name__, (kind,), {"forward": forward, "norm_formula": formula})
 
 
 # Projections of one input
@@ -191,19 +193,18 @@ def _gated(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-_gates: dict[type, bool] = {}
-
-
-def _is_gated(part: nn.Module) -> bool:
-    """Return whether the class of ``part`` computes exactly down_proj(silu(gate_proj(x)) * up_proj(x))."""
-    kind = type(part)
-    if kind not in _gates:
+def _is_gated(part: nn.Module, tried: Tried) -> bool:
+    """Return whether ``part`` computes exactly down_proj(silu(gate_proj(x)) * up_proj(x))."""
+    kind = kind_of(part)
+    if kind not in tried:
         generator = torch.Generator().manual_seed(0)
-        x, *weights = (torch.randn(size, _TRIED, generator=generator) for size in (3, _TRIED, _TRIED, _TRIED))
+        sizes = (len(SCALES), _TRIED, _TRIED, _TRIED)
+        x, *weights = (torch.randn(size, _TRIED, generator=generator) for size in sizes)
+        x *= torch.tensor(SCALES)[:, None]
         gate, up, down = (functools.partial(F.linear, weight=weight) for weight in weights)
         theirs = _tried(part, {}, {"gate_proj": gate, "up_proj": up, "down_proj": down}, x)
-        _gates[kind] = theirs is not None and torch.equal(theirs, down(F.silu(gate(x)) * up(x)))
-    return _gates[kind]
+        tried[kind] = theirs is not None and torch.equal(theirs, down(F.silu(gate(x)) * up(x)))
+    return bool(tried[kind])
 
 
 __all__ = ["use_our_parts"]

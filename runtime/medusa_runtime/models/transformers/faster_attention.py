@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..layers.linear import Linear, project
 from .attention import STEP, Step, cache_argument
+from .trials import SCALES, Tried, kind_of
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -35,7 +36,7 @@ class _Formula(NamedTuple):
     options: dict[str, Any]
 
 
-def use_our_attention(part: Any, dtype: torch.dtype) -> None:
+def use_our_attention(part: Any, dtype: torch.dtype, tried: Tried) -> None:
     """Let an attention module compute with fewer operations, if we know the formula of its class."""
     found = [getattr(part, name, None) for name in _PROJECTIONS]
     if not all(isinstance(one, Linear) for one in found) or not hasattr(part, STEP):
@@ -47,7 +48,7 @@ def use_our_attention(part: Any, dtype: torch.dtype) -> None:
     norms = [getattr(part, name, None) for name in _NORMS]
     if any(norm is not None and [p.dim() for p in norm.parameters()] != [1] for norm in norms):
         return
-    formula = _formula(part, dtype, sizes[0] // step.head_dim)
+    formula = _formula(part, dtype, sizes[0] // step.head_dim, tried)
     if formula is not None:
         part.medusa_formula = formula
         part.__class__ = _faster(cast(Any, type(part)))
@@ -117,19 +118,14 @@ class _Recorder:
         return self.reply
 
 
-_formulas: dict[tuple[Any, ...], _Formula | None] = {}
-
-
-def _formula(part: Any, dtype: torch.dtype, heads: int) -> _Formula | None:
-    step: Step = getattr(part, STEP)
-    plain = {name: value for name, value in vars(part).items() if isinstance(value, (int, float, str, type(None)))}
-    plain.pop("layer_idx", None)
+def _formula(part: Any, dtype: torch.dtype, heads: int, tried: Tried) -> _Formula | None:
     norms = [name for name in _NORMS if getattr(part, name, None) is not None]
-    key = (type(part), dtype, heads, step.kv_heads, step.head_dim, *norms, repr(sorted(plain.items())))
-    if key not in _formulas:
+    kind = (*kind_of(part), heads, *norms)
+    if kind not in tried:
         with torch.inference_mode():
-            _formulas[key] = _tried(part, dtype, heads, norms)
-    return _formulas[key]
+            tried[kind] = _tried(part, dtype, heads, norms)
+    found: _Formula | None = tried[kind]
+    return found
 
 
 def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Formula | None:
@@ -142,6 +138,7 @@ def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Form
         return torch.randn(shape, generator=generator).to(dtype)
 
     x, rotation = some(1, tokens, _DEPTH), (some(1, tokens, size), some(1, tokens, size))
+    x *= torch.tensor(SCALES, dtype=dtype)[:, None]
     weights = [some(count * size, _DEPTH) for count in (heads, step.kv_heads, step.kv_heads)]
     out = some(_DEPTH, heads * size)
     recorder = _Recorder(some(tokens, heads, size))
