@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from .contract import HttpError
 from .disconnection import current_disconnect_check
 
 if TYPE_CHECKING:
@@ -69,10 +70,17 @@ class _PendingItem:
 
     def __init__(self, item: Any) -> None:
         self.item = item
-        self.is_disconnected = current_disconnect_check.get(lambda: False)
+        self._is_disconnected = current_disconnect_check.get(lambda: False)
         self.arrived_at = time.monotonic()
         self.done = False
         self.result: Any = None
+
+    def is_given_up(self) -> bool:
+        """Return whether nobody waits for the result: the client has left, or the request's time is over."""
+        try:
+            return self._is_disconnected()
+        except HttpError:  # 504, which its own thread answers; the batch goes on for the others
+            return True
 
 
 def _as_list(results: Any, count: int) -> list[Any]:
@@ -120,7 +128,7 @@ class _ThreadBatcher:
             entries = self._waiting[: self._max_size]
             del self._waiting[: self._max_size]
             self._running = True
-        token = current_disconnect_check.set(lambda: all(entry.is_disconnected() for entry in entries))
+        token = current_disconnect_check.set(lambda: all(entry.is_given_up() for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _as_list(run([entry.item for entry in entries]), len(entries))
@@ -193,7 +201,7 @@ class _AsyncBatcher:
         if not entries:  # their clients left after this batch was begun
             self._task = None
             return
-        token = current_disconnect_check.set(lambda: all(entry.is_disconnected() for entry in entries))
+        token = current_disconnect_check.set(lambda: all(entry.is_given_up() for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _as_list(await run([entry.item for entry in entries]), len(entries))

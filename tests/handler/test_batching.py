@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 from medusa_handler import batch
+from medusa_handler.deadline import Deadline
+from medusa_handler.disconnection import current_disconnect_check
+from medusa_handler.faults import ApiError
+from medusa_handler.user_code.loop import EventLoop
 
 Serve = Callable[..., Any]
 TEXT = {"Content-Type": "text/plain"}
@@ -97,6 +102,44 @@ def test_a_batch_whose_client_leaves_as_it_begins_does_not_run() -> None:
 
     asyncio.run(leave())
     assert sizes == [1]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_request_out_of_time_does_not_end_its_batch(is_async: bool) -> None:
+    """A call of the model in the batch once raised the 504 of the first request that was out of time, for all."""
+    looks: list[bool] = []
+
+    def look() -> bool:
+        looks.append(current_disconnect_check.get()())
+        return looks[-1]
+
+    def predict(requests: list[Any]) -> list[Any]:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and not look():
+            time.sleep(0.01)
+        return requests
+
+    async def predict_later(requests: list[Any]) -> list[Any]:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and not look():
+            await asyncio.sleep(0.01)
+        return requests
+
+    function, loop = batch(max_size=2, max_wait_ms=5000)(predict_later if is_async else predict), EventLoop()
+
+    def ask(timeout_s: float) -> Any:
+        deadline = Deadline(timeout_s, time.monotonic(), lambda: False)
+        current_disconnect_check.set(deadline)
+        result = deadline.run(lambda: function(timeout_s))
+        return loop.run(result, deadline) if is_async else result
+
+    with ThreadPoolExecutor(2) as pool:
+        short, long = (pool.submit(contextvars.copy_context().run, ask, timeout_s) for timeout_s in (0.1, 60.0))
+        with pytest.raises(ApiError, match=r"took longer than 0\.1 s"):
+            short.result()
+        assert long.result() == 60.0
+    assert looks
+    assert not any(looks)
 
 
 def test_a_function_must_take_one_list() -> None:
