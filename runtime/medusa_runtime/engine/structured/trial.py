@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...process import die_with_parent, wait_readable
-from ...process_limits import used_bytes
+from ...process_limits import as_limit_error, used_bytes
 
 CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
@@ -32,7 +32,8 @@ class Trial(NamedTuple):
     """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes.
 
     ``slow`` is True if a trial with more time may end otherwise. ``final`` is False if another one with the same limits
-    may, because this one had not ended in time: it was given no CPU time, or a lock was held when it was forked.
+    may, because this one had not ended in time: it was given no CPU time, or a lock was held when it was forked. Or
+    there was no room for a process.
     """
 
     fault: str
@@ -46,7 +47,12 @@ def try_grammar(make: Callable[[], Any], cpu_s: float = CPU_S) -> Trial:
     parent = os.getpid()
     with _FORKING:
         reading, writing = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(reading)
+            os.close(writing)
+            return Trial(f"it cannot be tried now: {as_limit_error(error) or error}", 0, final=False)
         if not pid:
             try:
                 die_with_parent(parent)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +92,31 @@ def test_a_trial_that_got_no_cpu_time_is_repeated(trials: list[Trial], monkeypat
     assert "s on this busy machine; try again" in grammars.open(1, good)["error"]
     monkeypatch.setattr("medusa_runtime.engine.structured.trial._LEAST_CPUS", 1 / 20)
     assert not grammars.open(1, good)["error"]
+
+
+CROWDED = """
+import os, resource
+import llguidance
+from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.engine.structured.worker import Grammars
+grammars, form = Grammars(llguidance.LLTokenizer("byte")), StructuredOutputs("regex", "a+")
+limits, files = resource.getrlimit(resource.RLIMIT_NPROC), len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NPROC, (1, limits[1]))
+os.setresuid(54321, 54321, 0)  # a user without processes
+print(grammars.open(1, form)["error"])
+os.setresuid(0, 0, 0)
+resource.setrlimit(resource.RLIMIT_NPROC, limits)
+assert len(os.listdir("/proc/self/fd")) == files
+assert not grammars.open(1, form)["error"]
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_a_grammar_is_refused_for_now_where_no_process_can_be_made() -> None:
+    """The process that keeps all grammars once waited until it was killed for this."""
+    ended = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "no further process or thread could be made" in ended.stdout
 
 
 FORMS = [
