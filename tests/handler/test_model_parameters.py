@@ -17,6 +17,7 @@ def test_a_form_is_written_as_clients_write_it() -> None:
         "json_schema", '{"type": "object"}'
     )
     assert _params({"structured_outputs": None, "stop": "x"}).stop == ("x",)
+    assert _params({"stop": None}).stop == ()
     with pytest.raises(HttpError, match=r"structured_outputs\.xml"):
         _params({"structured_outputs": {"xml": "a"}})
 

@@ -115,5 +115,5 @@ def _params(sampling: dict[str, Any]) -> SamplingParams:
         )
     if sampling.get("structured_outputs") is not None:
         sampling = {**sampling, "structured_outputs": parse_structured_outputs(sampling["structured_outputs"])}
-    stop = sampling.get("stop", ())
+    stop = sampling.get("stop") or ()
     return SamplingParams(**{**sampling, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
