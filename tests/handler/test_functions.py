@@ -67,6 +67,7 @@ def test_asynchronous_code_runs_in_one_loop(serve: Serve) -> None:
     status, data, headers = served.request("POST", "/", b"stream", TEXT)
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
+    assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-cache")
     assert events(data) == ['{"number": 0}', '{"number": 1}', '{"number": 2}', "[DONE]"]
     connection = served.connect()
     connection.request("POST", "/", b"forever", TEXT)

@@ -20,6 +20,7 @@ from ..faults import ApiError, as_api_error, compact, internal_error
 from ..platform import RequestSummary
 from ..user_code.binding import InvalidBodyError
 from ..user_code.user_traceback import user_traceback
+from . import sse
 from .body import current_request
 from .exposition import exposition
 from .invocation import Infer, function_routes
@@ -128,6 +129,9 @@ def _add_request_ids(app: Flask, platform: Platform) -> None:
     def finish_head(response: Response) -> Response:
         if not platform.streams:
             response.make_sequence()
+        if response.mimetype == sse.MIME_TYPE:
+            for name, value in sse.HEADERS.items():
+                response.headers.setdefault(name, value)
         if platform.extra_headers is not None:
             elapsed_s = time.monotonic() - g.began
             headers = Headers(request.headers.items())

@@ -216,7 +216,7 @@ class Events:
         except BaseException:
             self._merge.close()
             raise
-        response = flask.Response(self._stream(first), status, sse.HEADERS, content_type=sse.CONTENT_TYPE)
+        response = flask.Response(self._stream(first), status, content_type=sse.CONTENT_TYPE)
         response.call_on_close(self._merge.close)
         return response
 

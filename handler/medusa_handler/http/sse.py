@@ -9,7 +9,9 @@ from ..faults import compact
 if TYPE_CHECKING:
     from ..service import Service
 
-CONTENT_TYPE = "text/event-stream; charset=utf-8"
+MIME_TYPE = "text/event-stream"
+CONTENT_TYPE = f"{MIME_TYPE}; charset=utf-8"
+# Each stream has them, also one of the engine's own server, or else a proxy such as nginx would keep tokens back.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 HEARTBEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -84,7 +84,7 @@ def _generate(service: Service, body: Body, is_disconnected: Callable[[], bool])
     except BaseException:
         generation.close()
         raise
-    response = Response(_events(service, given, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response = Response(_events(service, given, first, events), content_type=sse.CONTENT_TYPE)
     response.call_on_close(generation.close)
     return response
 

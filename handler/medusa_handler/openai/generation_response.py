@@ -175,7 +175,7 @@ def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -
         generation.close()
         _name_field(plan, error)
         raise
-    response = Response(_stream(service, plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response = Response(_stream(service, plan, first, events), content_type=sse.CONTENT_TYPE)
     response.call_on_close(generation.close)
     return response
 

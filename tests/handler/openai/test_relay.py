@@ -37,6 +37,8 @@ def relayed(
 def test_a_stream_comes_whole(serve: Serve) -> None:
     response, body, _ = relayed(serve, [_STREAM, b"9\r\ndata: 1\n\n\r\n", b"0\r\n\r\n"])
     assert (response.status, response.headers["Content-Type"], body) == (200, "text/event-stream", b"data: 1\n\n")
+    # vLLM sends neither, and a proxy such as nginx would keep tokens back until a buffer is full.
+    assert (response.headers["X-Accel-Buffering"], response.headers["Cache-Control"]) == ("no", "no-cache")
 
 
 def test_an_answer_without_a_type_gets_none(serve: Serve) -> None:
