@@ -21,6 +21,7 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.container_limits import cpu_count
 from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest
+from medusa_runtime.engine.serving.cut import Cut
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import accepted_names, served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
@@ -202,8 +203,8 @@ class VllmEngine:
             send_warmup_requests(self.open_http(), served_name(self._settings, self._region.file))
             self._front_end.close()
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
+    def tokenize(self, text: str, add_special_tokens: bool = True, **cut: Any) -> list[int]:
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info, Cut(**cut))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return self._tokenizer.detokenize(token_ids, self.info)

@@ -158,7 +158,7 @@ class ScriptedEngine:
     def stats(self) -> dict[str, Any]:
         return {"running": 0, "cancelled_total": self.cancelled}
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True, **_: object) -> list[int]:
         return [1] * add_special_tokens + [len(word) for word in text.split()]
 
     def detokenize(self, token_ids: list[int]) -> str:

@@ -24,6 +24,8 @@ _LARGE = {"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}
 _FLAG = _or_null({"type": "boolean"})
 _PENALTY = _or_null({"type": "number", "minimum": -2, "maximum": 2})
 _STOP = {"type": "string", "minLength": 1}
+_CUT = _or_null({"anyOf": [{"const": -1}, _COUNT]})
+_SIDE = {"enum": ["left", "right", None]}
 _SAMPLING = {
     "model": _or_null({"type": "string"}),
     "stream": _or_null({"type": "boolean"}),
@@ -43,6 +45,10 @@ _SAMPLING = {
     "skip_special_tokens": _FLAG,
     "include_stop_str_in_output": _FLAG,
     "add_special_tokens": _FLAG,
+    "truncate_prompt_tokens": _CUT,
+    "truncation_side": _SIDE,
+    "return_token_ids": _FLAG,
+    "return_tokens_as_token_ids": _FLAG,
     "stream_options": _or_null(
         {"type": "object", "properties": {"include_usage": _FLAG}, "additionalProperties": False}
     ),
@@ -87,6 +93,7 @@ _CHAT = {
         "add_generation_prompt": _FLAG,
         "continue_final_message": _FLAG,
         "include_reasoning": _FLAG,
+        "return_prompt_text": _FLAG,
         **_SAMPLING,
         **dict.fromkeys((*_OTHERS, *_CHAT_OTHERS), _ANY),
     },
@@ -130,6 +137,10 @@ _ITEM = {
         _item({"type": {"const": "function_call_output"}, "call_id": _CALL_ID, "output": _CONTENT}),
     ]
 }
+_NOT_OF_RESPONSES = (
+    *("n", "max_tokens", "stream_options", "truncate_prompt_tokens", "truncation_side"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+)
 _RESPONSE: dict[str, Any] = {
     "type": "object",
     "required": ["input"],
@@ -141,7 +152,7 @@ _RESPONSE: dict[str, Any] = {
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, "maximum": 20}),
         "include_reasoning": _FLAG,
         "truncation": {"enum": ["auto", "disabled", None]},
-        **{name: schema for name, schema in _SAMPLING.items() if name not in ("n", "max_tokens", "stream_options")},
+        **{name: schema for name, schema in _SAMPLING.items() if name not in _NOT_OF_RESPONSES},
         **dict.fromkeys(
             (
                 *("tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include", "metadata"),
@@ -176,8 +187,8 @@ def _pooled(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
         "properties": {
             **required,
             "model": _or_null({"type": "string"}),
-            "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
-            "truncation_side": {"enum": ["left", "right", None]},
+            "truncate_prompt_tokens": _CUT,
+            "truncation_side": _SIDE,
             "use_activation": _FLAG,
             "user": _ANY,
             **optional,

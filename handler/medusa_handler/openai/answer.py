@@ -12,6 +12,7 @@ from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 from ..faults import ApiError, retry_after
 from ..logprob_budget import LogprobBudget
 from .reasoning import ReasoningParser
+from .token_ids import TokenIds
 
 _MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a prompt
 
@@ -22,7 +23,8 @@ class Choice:
 
     With a ``parser``, ``text`` is what is not reasoning, and ``is_reasoning`` says whether the last delta was a part of
     the reasoning, with its tags. ``pieces`` are the reasoning and the other text of the last delta, in order.
-    ``offset`` is where the next token begins in the text of a stream's tokens.
+    ``offset`` is where the next token begins in the text of a stream's tokens. ``token_ids`` is None unless the answer
+    has them.
     """
 
     parser: ReasoningParser | None = None
@@ -39,6 +41,7 @@ class Choice:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     counted: int = 0
+    token_ids: list[int] | None = None
 
     def add(self, delta: Delta) -> None:
         self._add_text(delta)
@@ -48,6 +51,8 @@ class Choice:
         self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
         self.prompt_tokens = max(self.prompt_tokens, delta.prompt_tokens)
         self.counted += len(delta.token_ids)
+        if self.token_ids is not None:
+            self.token_ids.extend(delta.token_ids)
         self.completion_tokens = max(self.counted, delta.completion_tokens)
 
     def _add_text(self, delta: Delta) -> None:
@@ -74,6 +79,8 @@ class Choice:
         self.text = self.reasoning = ""
         self.logprobs.clear()
         self.prompt_logprobs = None
+        if self.token_ids:
+            self.token_ids.clear()
 
     @property
     def mean_logprob(self) -> float:
@@ -125,6 +132,9 @@ class ChoiceFormatter(Protocol):
     @property
     def chunk_object(self) -> str: ...
 
+    @property
+    def token_ids(self) -> TokenIds: ...
+
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
     def prompt_copies(self, choices: int) -> int:
@@ -132,6 +142,9 @@ class ChoiceFormatter(Protocol):
 
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the fields that stand beside the choices of a whole answer."""
+
+    def of_prompt(self) -> dict[str, Any]:
+        """Return the fields about the prompt that stand beside the choices, in a stream beside the first ones."""
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks that a stream sends before a choice's first delta."""

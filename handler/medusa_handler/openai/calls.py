@@ -25,6 +25,7 @@ from .body.parameters import Body
 from .generation_response import GenerationPlan, respond
 from .reasoning import Reasoning, TaggedReasoning, reasoning_of
 from .requested_model import adapter_of, check_model
+from .token_ids import NO_TOKEN_IDS, Prompt, TokenIds, prepared
 
 if TYPE_CHECKING:
     from flask import Response
@@ -71,11 +72,16 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     constraint = output_constraint(body)
     if constraint is not None:
         params = replace(params, structured_outputs=constraint.outputs)
-    echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
+    special = parameters.flag(body, "add_special_tokens", True)
+    given = prompts
+    prompts = prepared(service, body, given, add_special_tokens=special, is_disconnected=is_disconnected)
+    echoed = given if body.get("truncate_prompt_tokens") is None else prompts
+    echoes = [_text(service, prompt) for prompt in echoed for _ in range(keep)] if echo else []
     name = _answer_id("cmpl", body)
-    requests = _requests(prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True), stream)
+    requests = _requests(prompts, params, per_prompt, special, stream)
     requests = _with_adapter(service, model, requests)
-    envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked))
+    ids = TokenIds.parse(body).of_prompts(prompts, keep)
+    envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked, ids))
     names = _field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
     return respond(
         service,
@@ -110,9 +116,9 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     continued = messages[-1]["content"] if arguments["continue_final_message"] else None
     asked = _Asked(body, tools, requested, arguments.get("reasoning_effort"))
     parser, reasoning, constraint = _answer_format(service, template, prompt, asked, is_disconnected, continued)
-    shows_reasoning = parameters.flag(body, "include_reasoning", True)
+    shows_reasoning, ids = parameters.flag(body, "include_reasoning", True), TokenIds.parse(body)
     if reasoning is not None and not shows_reasoning:
-        logprobs = None  # its tokens would show it
+        logprobs, ids = None, NO_TOKEN_IDS  # its tokens would show it
     defaults = service.model.sampling_defaults(is_disconnected)
     params = parameters.sampling(body, defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
     params = _with_form(params, constraint, reasoning, parsed=parser is not None)
@@ -121,11 +127,18 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     name = _answer_id("chatcmpl", body)
     # The template writes the special tokens itself.
     stream = parameters.flag(body, "stream")
-    requests = _requests([prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
+    special = parameters.flag(body, "add_special_tokens", False)
+    prompts = prepared(
+        service, body, [prompt], add_special_tokens=special, is_disconnected=is_disconnected, field="messages"
+    )
+    requests = _requests(prompts, params, count, special, stream)
     requests = _with_adapter(service, model, requests)
     # As in vLLM: a model that is not prompted to answer continues the last message.
     role = "assistant" if arguments["add_generation_prompt"] else str(messages[-1]["role"])
-    formatter = chat.ChatFormatter(logprobs, parser, tools.parallel, tools.choice, scored, shows_reasoning, role)
+    text = prompt if parameters.flag(body, "return_prompt_text") else None
+    formatter = chat.ChatFormatter(
+        logprobs, parser, tools.parallel, tools.choice, scored, shows_reasoning, role, ids.of_prompts(prompts, 1), text
+    )
     envelope = Envelope(name, model, formatter)
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:
@@ -306,7 +319,7 @@ def _answer_id(kind: str, body: Body) -> str:
 
 
 def _requests(
-    prompts: list[completion.Prompt],
+    prompts: list[Prompt],
     params: SamplingParams,
     per_prompt: int,
     add_special_tokens: bool,
@@ -442,7 +455,7 @@ def _usage(body: Body) -> tuple[bool, bool]:
     return parameters.flag(options, "include_usage"), parameters.flag(options, "continuous_usage_stats")
 
 
-def _text(service: Service, prompt: completion.Prompt) -> str:
+def _text(service: Service, prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else text_of(service, prompt, "prompt")
 
 

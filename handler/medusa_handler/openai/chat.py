@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_runtime.engine.base import Delta
+from medusa_runtime.engine.base import Delta, TokenLogprob
 
 from ..faults import invalid, unsupported
 from .answer import Choice
 from .body.parameters import Body, flag
 from .logprobs import chat_logprobs, prompt_logprobs
+from .token_ids import NO_TOKEN_IDS, TokenIds
 from .tools.choice import tools_of
 from .tools.formats import CallDelta, Parsed, ToolParser, merge_deltas
 
@@ -98,7 +99,7 @@ class ChatFormatter:
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
     calls in one answer; unless ``parallel``, only the first call counts. ``tool_choice`` is that of ``Tools``.
     ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens. Unless ``shows_reasoning``, the
-    answer leaves the reasoning out. ``role`` is whose message it is.
+    answer leaves the reasoning out. ``role`` is whose message it is. ``prompt_text`` is None unless the answer has it.
     """
 
     logprobs: int | None
@@ -108,6 +109,8 @@ class ChatFormatter:
     prompt_logprobs: int | None = None
     shows_reasoning: bool = True
     role: str = "assistant"
+    token_ids: TokenIds = NO_TOKEN_IDS
+    prompt_text: str | None = None
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _streams: dict[int, _CallParsing] = field(default_factory=dict)
@@ -130,25 +133,35 @@ class ChatFormatter:
         return {
             "index": index,
             "message": message,
-            "logprobs": None if self.logprobs is None else chat_logprobs(choice.logprobs, self.logprobs),
+            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
-        }
+        } | ({"token_ids": choice.token_ids} if choice.token_ids is not None else {})
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        return chat_logprobs(tokens, self.logprobs, as_ids=self.token_ids.as_tokens)
 
     def prompt_copies(self, choices: int) -> int:
         return int(self.prompt_logprobs is not None)
 
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         if self.prompt_logprobs is None:
-            return {}
+            return self.of_prompt()
         found = choices[0].prompt_logprobs
-        return {"prompt_logprobs": None if found is None else prompt_logprobs(found, self.prompt_logprobs)}
+        scores = None if found is None else prompt_logprobs(found, self.prompt_logprobs)
+        return {"prompt_logprobs": scores, **self.of_prompt()}
+
+    def of_prompt(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt_token_ids": self.token_ids.prompts[0]} if self.token_ids.returned else {}
+        return found if self.prompt_text is None else found | {"prompt_text": self.prompt_text}
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         return [_chunk(index, {"role": self.role, "content": ""})]
 
     def chunks(self, index: int, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        logprobs = None if self.logprobs is None else chat_logprobs(delta.logprobs, self.logprobs)
+        logprobs = self._logprobs(delta.logprobs)
         last, reason = delta.finish_reason is not None, delta.finish_reason
         content: dict[str, Any] = {}
         if choice.reasoning and self.shows_reasoning:
@@ -166,7 +179,9 @@ class ChatFormatter:
             if found.calls:
                 content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
             reason = self._reason(reason, parsing)
-        ended = {"stop_reason": delta.stop_reason} if last else {}
+        ended: dict[str, Any] = {"stop_reason": delta.stop_reason} if last else {}
+        if self.token_ids.returned:
+            ended["token_ids"] = list(delta.token_ids)
         return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason} | ended]
 
     def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:

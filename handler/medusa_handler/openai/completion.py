@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -13,8 +13,7 @@ from ..faults import invalid
 from .answer import Choice
 from .body.parameters import Body, token_ids
 from .logprobs import completion_logprobs, prompt_logprobs
-
-Prompt = str | tuple[int, ...]
+from .token_ids import NO_TOKEN_IDS, Prompt, TokenIds
 
 _MOST_IN_CHUNK = 4096  # log-probabilities; each takes about 35 bytes
 
@@ -45,12 +44,15 @@ class CompletionFormatter:
     """Makes the choices of a completion's answer.
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities; ``prompt_logprobs`` is that of each of
-    the prompt's tokens. ``echoes`` has the text to put before each choice, or is empty.
+    the prompt's tokens. ``echoes`` has the text to put before each choice, or is empty. ``_begun`` has the choices
+    whose prompt's token ids a stream has sent.
     """
 
     logprobs: int | None
     echoes: Sequence[str] = ()
     prompt_logprobs: int | None = None
+    token_ids: TokenIds = NO_TOKEN_IDS
+    _begun: set[int] = field(default_factory=set)
     object: str = "text_completion"
     chunk_object: str = "text_completion"
 
@@ -58,13 +60,18 @@ class CompletionFormatter:
         found = choice.prompt_logprobs
         logprobs = None
         if self.logprobs is not None:
-            logprobs = completion_logprobs(list(self._tokens(found, choice.logprobs)), 0, self.logprobs)
+            tokens = list(self._tokens(found, choice.logprobs))
+            logprobs = completion_logprobs(tokens, 0, self.logprobs, as_ids=self.token_ids.as_tokens)
+        ids: dict[str, Any] = {}
+        if choice.token_ids is not None:
+            ids = {"token_ids": choice.token_ids, "prompt_token_ids": self.token_ids.prompts[index]}
         return {
             "index": index,
             "text": self._echo(index) + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **ids,
         } | (
             {}
             if self.prompt_logprobs is None
@@ -78,6 +85,9 @@ class CompletionFormatter:
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {}
 
+    def of_prompt(self) -> dict[str, Any]:
+        return {}
+
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         if not self._echo(index) or self.logprobs is not None:  # with the first token come those of the prompt
             return []
@@ -87,7 +97,7 @@ class CompletionFormatter:
         """Yield the chunk for ``delta``. A long prompt with log-probabilities is cut into several."""
         text = self._echo(index) + delta.text if delta.prompt_logprobs is not None else delta.text
         if self.logprobs is None:
-            yield _chunk(index, text, None, delta)
+            yield _chunk(index, text, None, delta) | self._ids(index, delta)
             return
         tokens = iter(self._tokens(delta.prompt_logprobs, delta.logprobs))
         most = _MOST_IN_CHUNK // (1 + self.logprobs)
@@ -96,11 +106,19 @@ class CompletionFormatter:
             end = begin + sum(len(token.text) for token in part)
             yield _chunk(index, text[begin:end], self._part(choice, part), None)
             part, begin = following, end
-        yield _chunk(index, text[begin:], self._part(choice, part), delta)
+        yield _chunk(index, text[begin:], self._part(choice, part), delta) | self._ids(index, delta)
+
+    def _ids(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the token ids of a chunk, the first time with those of the prompt."""
+        if not self.token_ids.returned:
+            return {}
+        first = {} if index in self._begun else {"prompt_token_ids": self.token_ids.prompts[index]}
+        self._begun.add(index)
+        return {"token_ids": list(delta.token_ids), **first}
 
     def _part(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the log-probabilities of the next tokens of a choice."""
-        found = completion_logprobs(tokens, choice.offset, self.logprobs or 0)
+        found = completion_logprobs(tokens, choice.offset, self.logprobs or 0, as_ids=self.token_ids.as_tokens)
         choice.offset += sum(len(token.text) for token in tokens)
         return found
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MOST_INPUTS = 2048
 _EXPECTED = "text, a list of token ids, or a list of either"
-_SIDES = ("left", "right")
 
 
 def embed(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
@@ -105,12 +104,7 @@ def inputs(body: Body) -> list[Input]:
 
 def options_of(body: Body) -> EmbedOptions:
     """Return how a body's inputs are read, and whether vectors are scaled. Raises ApiError 400."""
-    truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
-    if truncate == 0:
-        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
-    side = body.get("truncation_side")
-    if side is not None and side not in _SIDES:
-        raise invalid("truncation_side", " or ".join(_SIDES), side)
+    truncate, side = parameters.truncation(body)
     activate = None if body.get("use_activation") is None else parameters.flag(body, "use_activation")
     special = parameters.flag(body, "add_special_tokens", True)
     return EmbedOptions(truncate=truncate, truncate_left=side == "left", add_special_tokens=special, activate=activate)

@@ -103,7 +103,11 @@ class _Choices:
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
         reasoning = plan.reasoning
-        self._choices = [Choice(None if reasoning is None else reasoning.parser()) for _ in plan.requests]
+        kept = self._formatter.token_ids.returned
+        self._choices = [
+            Choice(None if reasoning is None else reasoning.parser(), token_ids=[] if kept else None)
+            for _ in plan.requests
+        ]
         self._logprobs = LogprobLimit("logprobs", _TOO_MANY, budget)
 
     @property
@@ -132,7 +136,7 @@ class _Choices:
             for opening in self._formatter.first_chunks(index):
                 if first is not None and self._plan.per_prompt == len(self._choices):
                     choice.prompt_tokens = first.prompt_tokens
-                yield self._chunk(opening)
+                yield self._chunk(opening, self._formatter.of_prompt())
 
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
         choice = self._choices[number]
@@ -152,12 +156,12 @@ class _Choices:
     def close(self) -> None:
         self._logprobs.close()
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
         plan, used = self._plan, {}
         if plan.include_usage:
             of_choice = self._choices[choice["index"] : choice["index"] + 1]  # as in vLLM, of this choice alone
             used = {"usage": usage(of_choice, 1) if plan.usage_in_chunks else None}
-        return sse.event(self._envelope.chunk([choice]) | used)
+        return sse.event(self._envelope.chunk([choice]) | (beside or {}) | used)
 
 
 def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -> Response:

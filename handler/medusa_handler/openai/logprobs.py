@@ -10,34 +10,45 @@ from medusa_runtime.engine.base import PromptLogprobs, TokenLogprob
 _LEAST = -9999.0  # JSON has no infinity; OpenAI sends this for it
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternatives: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokens: Sequence[TokenLogprob], offset: int, alternatives: int, *, as_ids: bool = False
+) -> dict[str, Any]:
     """Return the form of /v1/completions. ``offset`` is where the first token begins in the choice's text."""
+
+    def shown(token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if as_ids else text
+
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [shown(token.token_id, token.text) for token in tokens],
         "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
         "top_logprobs": [
             # The token itself is always listed, even if it is not one of the likeliest.
             None
             if token.logprob is None
-            else {token.text: _finite(token.logprob)}
-            | {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]}
+            else {shown(token.token_id, token.text): _finite(token.logprob)}
+            | {shown(number, text): _finite(logprob) for number, text, logprob in token.top[:alternatives]}
             for token in tokens
         ],
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob], alternatives: int) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenLogprob], alternatives: int, *, as_ids: bool = False) -> dict[str, Any]:
     """Return the form of /v1/chat/completions."""
+
+    def entry(token_id: int, text: str, logprob: float) -> dict[str, Any]:
+        token = {"token": f"token_id:{token_id}"} if as_ids else {}
+        return _entry(text, logprob) | token
+
     return {
         "content": [
             {
-                **_entry(token.text, token.logprob or 0.0),
-                "top_logprobs": [_entry(text, logprob) for _, text, logprob in token.top[:alternatives]],
+                **entry(token.token_id, token.text, token.logprob or 0.0),
+                "top_logprobs": [entry(*alternative) for alternative in token.top[:alternatives]],
             }
             for token in tokens
         ],

@@ -74,8 +74,8 @@ class ClusterEngine:
     def wait_ready(self) -> None:
         """Return at once, because the gateway holds requests while the model starts."""
 
-    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._call("tokenize", {"text": text, "add_special_tokens": add_special_tokens}))
+    def tokenize(self, text: str, add_special_tokens: bool, **cut: Any) -> list[int]:
+        return list(self._call("tokenize", {"text": text, "add_special_tokens": add_special_tokens, **cut}))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return str(self._call("detokenize", {"token_ids": token_ids}))

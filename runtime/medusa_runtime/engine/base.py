@@ -198,7 +198,8 @@ class Engine(Protocol):
     def wait_ready(self) -> None:
         """Block until the weights are applied. Raises what made that impossible (CorruptError, MismatchError …)."""
 
-    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def tokenize(self, text: str, add_special_tokens: bool, **cut: Any) -> list[int]:
+        """Return a text's token ids. The other arguments are the fields of a Cut (``engine/serving/cut.py``)."""
 
     def detokenize(self, token_ids: list[int]) -> str: ...
 

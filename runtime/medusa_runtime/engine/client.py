@@ -158,8 +158,12 @@ class EngineClient:
             return {}
         return dict(self._call("stats", timeout_s=2.0))
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._call("tokenize", text=text, add_special_tokens=add_special_tokens))
+    def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, most: int | None = None, left: bool = False
+    ) -> list[int]:
+        """Return a text's token ids, at most ``most`` of them: the first ones, or the last ones with ``left``."""
+        cut: dict[str, Any] = {} if most is None else {"most": most, "left": left}
+        return list(self._call("tokenize", text=text, add_special_tokens=add_special_tokens, **cut))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return str(self._call("detokenize", token_ids=token_ids))

@@ -20,6 +20,7 @@ from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EXPOSITION, EngineInfo, GenerateRequest, SamplingParams
+from medusa_runtime.engine.serving.cut import Cut
 from medusa_runtime.engine.serving.model_name import accepted_names
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
@@ -106,8 +107,8 @@ class CompatibleEngine:
         """Return a function that takes a connection and passes its bytes to vLLM's server and back."""
         return self._relay
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
+    def tokenize(self, text: str, add_special_tokens: bool = True, **cut: Any) -> list[int]:
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info, Cut(**cut))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return self._tokenizer.detokenize(token_ids, self.info)

@@ -213,6 +213,9 @@ def test_log_probabilities_are_those_of_all_tokens_or_hidden_with_the_reasoning(
     ]
     assert "".join(tokens) == say
     assert ask(client, say, extra=hidden, logprobs=True).choices[0].logprobs is None
+    shown, unseen = (ask(client, say, extra=extra | {"return_token_ids": True}) for extra in (OPEN, hidden))
+    assert shown.choices[0].token_ids
+    assert "token_ids" not in unseen.model_dump_json()
     assert {chunk.choices[0].logprobs for chunk in ask(client, say, extra=hidden, logprobs=True, stream=True)} == {None}
 
 

@@ -25,16 +25,17 @@ _SAMPLING = _names(
     "frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs response_format "
     "structured_outputs"
 )
+_TOKENS = _names("return_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side")
 # The engine's own server answers them, where there is one.
-OF_RELAYING_ENGINES = _names("prompt_logprobs allowed_token_ids bad_words include_reasoning")
+OF_RELAYING_ENGINES = _TOKENS | _names(
+    "prompt_logprobs allowed_token_ids bad_words include_reasoning return_prompt_text"
+)
 _TEMPLATE = _names(
     "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
 )
-COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
-CHAT = (
-    _SAMPLING
-    | _TEMPLATE
-    | _names("max_completion_tokens top_logprobs tool_choice parallel_tool_calls include_reasoning")
+COMPLETION = _SAMPLING | _TOKENS | {"prompt", "best_of", "echo"}
+CHAT = (_SAMPLING | _TOKENS | _TEMPLATE) | _names(
+    "max_completion_tokens top_logprobs tool_choice parallel_tool_calls include_reasoning return_prompt_text"
 )
 RESPONSES = (_SAMPLING - _names("n max_tokens logprobs prompt_logprobs response_format")) | _names(
     "input instructions tools tool_choice parallel_tool_calls text reasoning max_output_tokens top_logprobs include "
@@ -100,8 +101,8 @@ REFUSED: dict[str, Refusal] = {
     "chat_template": Refusal("the checkpoint's own template is used"),
     "chat_template_kwargs": Refusal("only chats have a template"),
     "prompt_embeds": Refusal("send the prompt as text or token ids"),
-    "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),
-    "truncation_side": Refusal("prompts are not cut; shorten it"),
+    "truncate_prompt_tokens": Refusal("the prompts of responses are not cut; send truncation"),
+    "truncation_side": Refusal("the prompts of responses are not cut; send truncation"),
     "spaces_between_special_tokens": Refusal("special tokens are written as the tokenizer writes them", (True,)),
     "include_reasoning": Refusal("a chat's reasoning is told from its answer, a completion's is not", (True,)),
     "thinking_token_budget": Refusal("only the whole answer has a limit, with its reasoning"),
@@ -114,12 +115,12 @@ REFUSED: dict[str, Refusal] = {
     "return_mm_kwargs": _MEDIA,
     "web_search_options": Refusal("the model cannot search"),
     "moderation": Refusal("there is no moderation model"),
-    "return_token_ids": Refusal("token ids are not part of an answer; /tokenize gives those of a text"),
-    "return_tokens_as_token_ids": Refusal("token ids are not part of an answer; /tokenize gives those of a text"),
+    "return_token_ids": Refusal("only chats and completions have them; /tokenize gives those of a text"),
+    "return_tokens_as_token_ids": Refusal("only chats and completions have them"),
     "return_token_offsets": Refusal("offsets are not part of an answer"),
     "return_token_strs": Refusal("tokens are given as ids; /detokenize gives their text"),
     "return_weight_versions": Refusal("versions of weights are not part of an answer"),
-    "return_prompt_text": Refusal("the prompt is not part of an answer"),
+    "return_prompt_text": Refusal("only chats have it"),
     "routed_experts_prompt_start": Refusal("routed experts are not part of an answer", (0,)),
     "kv_transfer_params": _TRANSFER,
     "ec_transfer_params": _TRANSFER,

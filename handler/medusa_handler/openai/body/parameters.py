@@ -107,6 +107,20 @@ def sampling(
     return params
 
 
+def truncation(body: Body) -> tuple[int | None, str | None]:
+    """Return to how many tokens inputs are cut, and at which side, if the body says so.
+
+    -1 stands for the model's limit, and None for no cut. Raises ApiError 400.
+    """
+    most = integer(body, "truncate_prompt_tokens", None, -1)
+    if most == 0:
+        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", most)
+    side = body.get("truncation_side")
+    if side not in (None, "left", "right"):
+        raise invalid("truncation_side", "left or right", side)
+    return most, side
+
+
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
     good = isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and 0 <= item < _LONGEST_INT for item in value

@@ -21,6 +21,7 @@ from ...errors import EngineError, MedusaError, RequestError
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EmbedOptions, EngineInfo, GenerateRequest
+from ..serving.cut import Cut
 from .text_encoder import Encoder, EncoderOptions, Tokens
 
 logger = logging.getLogger(__name__)
@@ -181,8 +182,8 @@ class EncoderEngine:
     def wait_ready(self) -> None:
         self._encoder.wait()
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._encoder.tokenizer.tokenize(text, add_special_tokens, self.info)
+    def tokenize(self, text: str, add_special_tokens: bool = True, **cut: Any) -> list[int]:
+        return self._encoder.tokenizer.tokenize(text, add_special_tokens, self.info, Cut(**cut))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return self._encoder.tokenizer.detokenize(token_ids, self.info)

@@ -97,9 +97,11 @@ class Tokenizer:
                 f"{name}: expected at most {most} characters in one text, found {len(text)}; split it", name
             )
 
-    def tokenize(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool, info: EngineInfo, cut: Cut) -> list[int]:
         """Return the token ids of a text that a client sent. Raises RequestError like ``check_size`` and ``encode``."""
         self.check_size(text, info.max_model_len)
+        if cut:
+            return self.encode_cut([text], cut, add_special_tokens)[0]
         return self.encode(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int], info: EngineInfo) -> str:

@@ -28,6 +28,7 @@ from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest, PromptLogprobs
 from ..checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
 from ..gpu.device import Gpu, bundled_graphs, full_gpu, is_full, open_gpu
+from ..serving.cut import Cut
 from ..serving.inbox import Inbox
 from ..serving.prompt_scores import with_texts
 from ..serving.requests import Requests, Sink
@@ -220,8 +221,8 @@ class TorchEngine:
         self._watcher.join()
         self._check_loaded()
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
+    def tokenize(self, text: str, add_special_tokens: bool = True, **cut: Any) -> list[int]:
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info, Cut(**cut))
 
     def detokenize(self, token_ids: list[int]) -> str:
         return self._tokenizer.detokenize(token_ids, self.info)
