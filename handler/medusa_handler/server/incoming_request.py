@@ -32,7 +32,8 @@ class RequestState(Enum):
 
     NOTHING = "nothing"
     PART = "part"
-    WHOLE = "whole"  # or the client will send no more
+    WHOLE = "whole"
+    ENDED = "ended"  # a part, and the client will send no more
     HEAD = "head"  # and as much of a body that is large or comes in chunks as is waited for
     TOO_LARGE = "too large"  # a head over HEAD_BYTES
     NO_HTTP = "no HTTP"
@@ -136,7 +137,7 @@ class IncomingRequest:
         if state is RequestState.PART and (
             peeked == b"" or (peeked and len(data) == self._peeked_bytes and self._client_has_ended())
         ):
-            state = RequestState.WHOLE  # its reader finds the end at once
+            state = RequestState.ENDED
         if state is not RequestState.PART:
             self.data = data
             self.release()

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_S = 75.0  # how long a connection may send nothing
 _RETRY_S = 0.02  # how long to wait for room in the socket to the worker, or for a free descriptor
 _MAX_WAITING = 1024  # connections with a whole request that wait for room in the socket to the worker
+_MOST_AT_ONCE = 256  # connections that are looked at before new ones are accepted
 _MAX_DISCARDED = 8  # pieces of 64 KiB
 _MAX_PENDING = 8192  # connections that have not sent a whole request; if there are more, the oldest one is closed
 # All of a request's head, and nothing behind it; anything unusual is left to the worker.
@@ -120,11 +121,7 @@ class ProbeAcceptor:
             while True:
                 events = self._selector.select(_RETRY_S if self._waiting else LOOK_S)
                 with self._busy:
-                    for key, _ in events:
-                        if key.data is None:
-                            self._accept()
-                        else:
-                            self._dispatch(key.data)
+                    self._handle([key.data for key, _ in events])
                     self._hand_off_waiting()
                     now = time.monotonic()
                     if now >= self._next_tick:
@@ -136,6 +133,20 @@ class ProbeAcceptor:
         except BaseException:
             logger.exception("connections cannot be accepted any more")
             os._exit(70)  # the supervisor ends the instance
+
+    def _handle(self, readable: list[socket.socket | None]) -> None:
+        """Look at the connections that have sent something or ended, and accept new ones: None is the listener.
+
+        Thousands may end at once, so new ones are not kept waiting until all of them have been looked at.
+        """
+        for start in range(0, len(readable), _MOST_AT_ONCE):
+            some = readable[start : start + _MOST_AT_ONCE]
+            for connection in some:
+                if connection is not None:
+                    self._dispatch(connection)
+            if len(some) == _MOST_AT_ONCE or None in some:
+                self._accept()
+            self._hand_off_waiting()
 
     def _accept(self) -> None:
         while len(self._waiting) < _MAX_WAITING:
@@ -174,6 +185,8 @@ class ProbeAcceptor:
             self._forget(connection)
             if state is RequestState.CLOSED:
                 connection.close()
+            elif state is RequestState.ENDED:  # here, because thousands may leave at once
+                self._refuse(connection, 400, "the connection ended before the request")
             elif state is RequestState.TOO_LARGE:
                 self._refuse(connection, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
             elif state is RequestState.NO_HTTP:

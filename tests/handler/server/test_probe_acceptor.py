@@ -10,7 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.liveness import is_stopped
+from medusa_handler.platform import Platform
+from medusa_handler.probes import Probes
+from medusa_handler.server.probe_acceptor import ProbeAcceptor
+from medusa_runtime.config import Settings
+from medusa_runtime.liveness import Heartbeats, is_stopped
 
 Serve = Callable[..., Any]
 
@@ -125,3 +129,40 @@ def test_a_worker_that_is_stopped_during_a_start_loses_no_client(serve: Serve) -
         assert read_all(waiting).startswith(b"HTTP/1.1 200")
     os.kill(worker, signal.SIGSTOP)  # who stops it again means it
     served.until(lambda: children(served.process.pid) not in ([], [worker]))
+
+
+def test_a_new_connection_does_not_wait_for_thousands_that_end() -> None:
+    order: list[str] = []
+
+    class Recorded(ProbeAcceptor):
+        def _refuse(self, *arguments: Any, **more: Any) -> None:
+            order.append("ended")
+            super()._refuse(*arguments, **more)
+
+        def _send(self, *arguments: Any) -> None:
+            order.append("probe")
+            super()._send(*arguments)
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.setblocking(False)
+        acceptor = Recorded(
+            listener, Probes(Settings(), Platform(), None, Heartbeats()), read_timeout_s=5.0, tick=lambda: None
+        )
+        stack.callback(acceptor.handoff.close)
+        stack.callback(acceptor.handoff.close_writing_end)
+        stack.callback(acceptor._selector.close)
+        pairs = [socket.socketpair() for _ in range(400)]
+        for ours, theirs in pairs:
+            stack.enter_context(ours)
+            theirs.setblocking(False)
+            ours.sendall(b"POST / HTTP/1.1\r\nHost: a\r\n")
+            acceptor._dispatch(theirs)
+            ours.shutdown(socket.SHUT_WR)
+        probe = stack.enter_context(socket.create_connection(listener.getsockname()))
+        probe.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        acceptor._handle([*(theirs for _, theirs in pairs), None])
+        assert probe.recv(64).startswith(b"HTTP/1.1 200")
+        assert pairs[-1][0].recv(64).startswith(b"HTTP/1.1 400")
+    assert len(order) == 401
+    assert order.index("probe") < 300

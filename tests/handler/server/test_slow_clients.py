@@ -147,10 +147,24 @@ def test_the_acceptor_refuses_what_is_no_request(serve: Serve) -> None:
             connection.sendall(sent)
             found, answer = read_answer(connection)
             assert (found, answer["error"]["code"]) == (status, code), sent[:40]
-    with connect(served) as connection:  # a client that ends early is not waited for
-        connection.sendall(POST + b"Connection: close\r\nContent-Length: 100\r\n\r\nten bytes.")
-        connection.shutdown(socket.SHUT_WR)
-        assert read_answer(connection)[0] == 400
+    begun = (POST, POST + b"Content-Length: 100\r\n\r\nten bytes.", POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab")
+    for sent in begun:  # a client that ends early is not waited for
+        with connect(served) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            found, answer = read_answer(connection)
+            assert (found, answer["error"]["message"]) == (400, "the connection ended before the request"), sent
+
+
+def test_requests_that_their_clients_give_up_cost_the_worker_nothing(serve: Serve) -> None:
+    """It took a millisecond for each, for which a good request waited behind thousands of them."""
+    served = serve(handler="function/handler.py:anything")
+    served.wait_ready()
+    ask(served)
+    with clients(served, POST + b"Content-Length: 1000000\r\n\r\n{"), clients(served, POST):
+        pass
+    ask(served)
+    assert served.metric("medusa_requests_total") == 2
 
 
 def resident_mb(pid: int) -> float:
