@@ -50,6 +50,8 @@ def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
     if prefix.startswith(b"version "):
         raise CorruptError(f"{name}: expected a safetensors file, found a Git LFS pointer to one; run git lfs pull")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > MAX_HEADER_BYTES and prefix.startswith(b"<"):
+        raise CorruptError(f"{name}: expected a safetensors file, found a web page; open its address in a browser")
     if length > MAX_HEADER_BYTES:
         raise CorruptError(
             f"{name}: the header says it is {length} bytes long, expected at most {MAX_HEADER_BYTES}; "

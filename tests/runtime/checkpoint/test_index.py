@@ -39,6 +39,7 @@ def index_of(folder: Path, body: bytes) -> WeightIndex:
     [
         (b"abc", "expected a safetensors file, found 3 bytes"),
         ((10**9).to_bytes(8, "little") + b"x" * 50, "expected at most 100000000"),
+        (b"<!doctype html><html></html>", "found a web page"),
         (header({"a": tensor(0, 4)})[:-5], "truncated: expected a header of"),
         (header({"a": tensor(0, 4)}, b"123"), "truncated: tensor 'a' ends at byte 4 of the data, but there are only 3"),
         (header({"a": tensor(0, 4)}, b"12345"), "cover 4 bytes, but 5 follow"),

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,38 @@ def test_redirects_are_followed_once_and_found_again_when_they_expire(store: Htt
     assert [path for path, *_ in origin.requests] == ["/m/w", "/cdn/w", "/cdn/w"]
     origin.faults["/cdn/w"] = ["403"]
     assert fetched(store, 200, 300) == BODY[200:300]
+
+
+def test_all_who_find_a_redirect_expired_ask_for_it_again() -> None:
+    expired, refused = threading.Event(), threading.Barrier(2)
+
+    def network(head: bytes) -> bytes:
+        if b"/old" in head and expired.is_set():
+            refused.wait(60)  # both readers have been refused before one of them asks again
+            return b"HTTP/1.1 403 Expired\r\nContent-Length: 0\r\n\r\n"
+        return b'HTTP/1.1 206 P\r\nContent-Length: 1\r\nContent-Range: bytes 0-0/9\r\nETag: "1"\r\n\r\n0'
+
+    def home(head: bytes) -> bytes:
+        time.sleep(0.5 if expired.is_set() else 0)
+        place = f"{content.url}/{'new' if expired.is_set() else 'old'}"
+        return f"HTTP/1.1 302 F\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
+
+    with ScriptedServer(network) as content, ScriptedServer(home) as origin, ThreadPoolExecutor(2) as readers:
+        store = HttpStore(origin.url, QUICK)
+        assert store.read("w", 0, 1)[0] == b"0"
+        expired.set()
+        assert [each.result()[0] for each in [readers.submit(store.read, "w", 0, 1) for _ in range(2)]] == [b"0", b"0"]
+        store.close()
+
+
+def test_what_a_redirect_leads_to_is_refused_once() -> None:
+    denied = b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n"
+    moved = b"HTTP/1.1 302 F\r\nLocation: /other\r\nContent-Length: 0\r\n\r\n"
+    with ScriptedServer(lambda head: denied if b"/other" in head else moved) as origin:
+        store = HttpStore(origin.url, QUICK)
+        with pytest.raises(ForbiddenError, match=r"access denied \(403\)"):
+            store.read("w", 0, 1)
+        store.close()
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -222,10 +222,9 @@ class HttpStore:
                     self._pool.give_back(connection)
 
     def _too_slow(self, key: str) -> StorageError:
-        policy = self.retries
         return StorageError(
-            f"{self.name(key)}: too slow: expected at least {policy.least_bytes_per_s:g} bytes a second, "
-            f"found less for {policy.patience_s:g} s"
+            f"{self.name(key)}: too slow: expected at least {self.retries.least_bytes_per_s:g} bytes a second, "
+            f"found less for {self.retries.patience_s:g} s"
         )
 
     def _length(
@@ -287,7 +286,7 @@ class HttpStore:
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
         self.find_home()
-        moved = self._moved.get(key)
+        moved = known = self._moved.get(key)
         target = moved or self.target(key)
         for _ in range(_MOST_REDIRECTS):
             connection, response = self._exchange(key, target, self.authorize(target, wanted))
@@ -307,10 +306,11 @@ class HttpStore:
                 target = self.target(key)
             elif response.status in _REDIRECTS and "location" in response.headers:
                 self._moved[key] = target = moved = self._follow(key, target, response.headers["location"])
-            elif self._moved.pop(key, None) and response.status in (401, 403, 404, 410):
-                target, moved = self.target(key), None  # the redirect's address may have expired: start at the key's
             else:
-                raise self._refusal(key, response, body)
+                self._moved.pop(key, None)  # the redirect's address may have expired: start at the key's
+                if known is None or response.status not in (401, 403, 404, 410):
+                    raise self._refusal(key, response, body)
+                target, moved, known = self.target(key), None, None
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
 
     def _notice(self, key: str, connection: Connection, response: Response) -> None:
