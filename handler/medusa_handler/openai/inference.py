@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from flask import Response
@@ -12,7 +13,7 @@ from ..contract import load_json
 from ..faults import ApiError, compact
 from ..http.body import as_json_object
 from .body.parameters import Body
-from .relay import answer_or_relay
+from .relay import answer_or_relay, relay
 
 if TYPE_CHECKING:
     from ..contract import Request
@@ -53,6 +54,9 @@ def _answer(service: Service, body: dict[str, object], is_disconnected: Callable
     elif "text_1" in body and "text_2" in body:
         answer, target = calls.score_texts, "/score"
     elif "input" in body:
+        relayed = _relayed_input(service, body, is_disconnected) if service.can_relay else None
+        if relayed is not None:
+            return relayed
         answer, target = _of_input(service, is_disconnected)
     else:
         answer, target = calls.complete, "/v1/completions"
@@ -60,12 +64,25 @@ def _answer(service: Service, body: dict[str, object], is_disconnected: Callable
     return answer_or_relay(service, own, is_disconnected, target, compact(body))
 
 
+def _relayed_input(service: Service, body: dict[str, object], is_disconnected: Callable[[], bool]) -> Response | None:
+    """Return the answer of an engine's own server to an ``input``, or None if it has no route for one.
+
+    It has only the route for what its model does, and 404 for the other.
+    """
+    for path in ("/v1/embeddings", "/classify"):
+        response = relay(service, is_disconnected, path, compact(body))
+        if response.status_code != HTTPStatus.NOT_FOUND:
+            return response
+        response.close()
+    return None
+
+
 def _of_input(service: Service, is_disconnected: Callable[[], bool]) -> tuple[_Call, str]:
     """Return the call that answers an ``input``, and its path on an engine's own server."""
     from . import calls
 
-    if service.can_relay:  # the engine's own server has a route for each
-        return calls.embed_texts, "/v1/embeddings"
+    if service.can_relay:
+        return calls.create_response, "/v1/responses"
     architecture = service.model.wait_info(is_disconnected).architecture
     if architecture == "classifier":
         return calls.classify_texts, "/classify"

@@ -105,6 +105,21 @@ def test_values_that_our_routes_refuse_are_left_to_the_engines_server(
         assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/classify", None])
+def test_an_input_at_the_root_goes_to_the_route_that_the_engines_server_has(serve: Serve, route: str | None) -> None:
+    """vLLM has only those for what its model does, and 404 for the others."""
+
+    def answer(head: bytes) -> bytes:
+        there = route is not None and head.startswith(f"POST {route} ".encode())
+        return (_OK if there else b"HTTP/1.1 404 Not Found\r\n") + b"Content-Length: 2\r\n\r\n{}"
+
+    with ScriptedServer(answer) as server:
+        served = serve(http_port=server.port, files={"chat_template.jinja": "{{ messages[-1].content }}"})
+        status, found, _ = served.request("POST", "/", {"input": "say:hi"})
+    assert status == 200
+    assert found == b"{}" if route is not None else found["object"] == "response"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
