@@ -238,7 +238,9 @@ def _routes(node: ClusterNode) -> dict[str, object] | None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["ray::NodeActor", "ray::Controller", "torch-zygote"])
+@pytest.mark.parametrize(
+    "victim", ["ray::NodeActor", "ray::Controller", "ray::DashboardA", "ray::RuntimeEnv", "torch-zygote"]
+)
 def test_what_dies_or_hangs_on_a_node_comes_back(
     deployed: tuple[ClusterNode, ClusterNode], victim: str, number: signal.Signals
 ) -> None:

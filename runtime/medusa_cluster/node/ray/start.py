@@ -5,14 +5,19 @@ A raylet waits 15 s for two helpers in Python, and then ends. On busy cores they
 quarter of a core, no node would ever come up.
 
 So this module gives the raylet at once what its helpers would report: the port for runtime environments, which we
-choose, and the dashboard's ports, which are not used. And ``ray start`` waits longer, as long as the raylet lives. This
-changes private functions of Ray. A version of Ray without these functions starts unchanged.
+choose, and the dashboard's ports, which are not used. And ``ray start`` waits longer, as long as the raylet lives.
+
+A raylet also ends when one of the two helpers does, with the status 0. ``ray start`` would not mind, and wait for ever
+without it. Here it ends, so that the node server starts Ray again.
+
+This changes private functions of Ray. A version of Ray without these functions starts unchanged.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +27,8 @@ from typing import Any
 
 _TIMEOUT_S = 120.0
 _PAUSE_S = 0.2
+_NEEDED = ("raylet", "gcs_server")  # Ray's names of the processes without which it does not work
+_STORED_S = 2.0  # after a raylet's end, for the GCS to store that its node and its actors have ended
 _NOT_IN_USE = -1  # the dashboard's ports in Ray's minimal installation
 
 
@@ -29,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``ray`` with these arguments, and return its exit status."""
     if not extend_ray_timeouts():
         print("this version of Ray gives a raylet no more than 30 s to start", file=sys.stderr)
+    if not end_with_ray():
+        print("this version of Ray does not start again if its raylet ends with the status 0", file=sys.stderr)
     (command,) = entry_points(group="console_scripts", name="ray")
     sys.argv = ["ray", *arguments]
     return int(command.load()() or 0)
@@ -53,6 +62,31 @@ def extend_ray_timeouts() -> bool:
 
     services.start_raylet = start
     services.get_node = _with_timeout(get_node, lambda: any(raylet and raylet.poll() is not None for raylet in raylets))
+    return True
+
+
+def end_with_ray() -> bool:
+    """Change ``ray start --block`` so that it ends with Ray's processes, whatever their exit status.
+
+    Return whether this version of Ray allows it.
+    """
+    try:
+        from ray._private.node import Node
+
+        dead_processes = Node.dead_processes
+    except (ImportError, AttributeError):
+        return False
+
+    @functools.wraps(dead_processes)
+    def dead(node: Any) -> Any:
+        found = dead_processes(node)
+        if ended := [f"{name} (exit status {process.returncode})" for name, process in found if name in _NEEDED]:
+            time.sleep(_STORED_S)
+            print(f"Ray needs what has ended: {', '.join(ended)}", file=sys.stderr, flush=True)
+            os._exit(1)  # its parent ends the others
+        return found
+
+    Node.dead_processes = dead
     return True
 
 
