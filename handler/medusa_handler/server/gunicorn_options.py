@@ -30,9 +30,10 @@ _PART_OF_LIMIT = 0.25  # of the memory that a container may use
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
-def worker_folder() -> str | None:
-    """Return the folder of gunicorn's (unlinked) heartbeat file. None means /dev/shm, which is memory."""
-    return None if os.access("/dev/shm", os.W_OK) else "/tmp"
+def worker_folder(memory: str = "/dev/shm") -> str:
+    """Return the folder of gunicorn's (unlinked) heartbeat file: in memory, or else one for temporary files."""
+    places = (memory, os.environ.get("TMPDIR"), "/tmp", "/var/tmp")
+    return next((place for place in places if place and os.access(place, os.W_OK)), "/tmp")
 
 
 def body_memory_mb(settings: Settings) -> int:
@@ -60,7 +61,7 @@ def options(
         "threads": threads(settings),
         # With more, the process could reach its limit of open files, at which gunicorn's worker would end.
         "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
-        "worker_tmp_dir": worker_folder() or "/dev/shm",
+        "worker_tmp_dir": worker_folder(),
         "timeout": 0,
         "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
         "keepalive": int(KEEPALIVE_S),

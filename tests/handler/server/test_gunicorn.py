@@ -15,6 +15,7 @@ import pytest
 from gunicorn.workers.base import Worker as BaseWorker
 from gunicorn.workers.gthread import TConn, ThreadWorker
 from medusa_handler.server import gunicorn_worker
+from medusa_handler.server.gunicorn_options import worker_folder
 from medusa_runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -102,3 +103,13 @@ def test_requests_are_served_at_both_ends_of_the_range(tmp_path: Path, end: str)
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+def test_without_shared_memory_the_workers_file_is_among_the_temporary_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert worker_folder(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert worker_folder("/nowhere") == str(tmp_path)
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    assert worker_folder("/nowhere") == "/tmp"
