@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from medusa_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from medusa_runtime.config import Settings
+    from medusa_runtime.load.factory.applier import FactoryApplier
+    from medusa_runtime.load.factory.options import BuildOptions
     from medusa_runtime.load.loader import Loader
     from medusa_runtime.region.reader import Progress, Region
     from medusa_runtime.timeline import Timeline
@@ -77,9 +79,49 @@ class Weights:
             exact=exact,
             release=release,
         )
-        module, loader = build(region, factory, options, timeline=self._timeline, on_error=self._on_error)
+        module, loader = build(
+            region,
+            factory,
+            options,
+            timeline=self._timeline,
+            on_error=self._on_error,
+            make_applier=self._applier,
+        )
         self._loaders.append(loader)
         return module
+
+    def pretrained_model(
+        self,
+        class_name: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        strict: bool = True,
+    ) -> Any:
+        """Return transformers' model of the checkpoint, as its ``from_pretrained`` would, without waiting for weights.
+
+        ``class_name`` is one of transformers' classes, such as ``"BertForTokenClassification"``; by default the one
+        that config.json names. ``dtype`` is by default that of config.json, or else the weights'. With ``strict=False``
+        parameters that the checkpoint lacks have initial values. Of transformers only what this class needs is
+        imported.
+
+        Raises MissingPackageError without transformers, MismatchError without a config.json, ModelError for a class
+        that transformers does not have, and what ``build`` raises.
+        """
+        self._import_torch()
+        from medusa_runtime.engine.checkpoint_files import read_config_json, weights_dtype
+        from medusa_runtime.models.base import DTYPES, dtype_in
+        from medusa_runtime.models.fields import Fields
+        from medusa_runtime.models.transformers.pretrained import pretrained_factory
+
+        raw = read_config_json(self.file)
+        if dtype is None and self._settings.dtype != "auto":
+            dtype = DTYPES[self._settings.dtype]
+        if dtype is None and raw.get("dtype") is None and raw.get("torch_dtype") is None:
+            dtype = DTYPES[weights_dtype(self._region().wait_index(self._settings.hold_s))]
+        with self._timeline.stage("import", package="transformers"):
+            factory = pretrained_factory(raw, self.file, class_name, dtype or dtype_in(Fields(raw)))
+        return self.build(factory, device=device, strict=strict)
 
     def wait(self) -> None:
         """Wait until every module that was built has all its weights. Raises the error that prevented it."""
@@ -106,6 +148,18 @@ class Weights:
             loader.close()
         if self._own is not None:
             self._own.close()
+
+    def _applier(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> FactoryApplier:
+        from medusa_runtime.load.factory.applier import FactoryApplier
+
+        bases = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
+        if ("transformers.modeling_utils", "PreTrainedModel") not in bases or options.prefix or options.rename:
+            return FactoryApplier(
+                module, factory, options
+            )  # whose tensors have the module's names, or as the user says
+        from medusa_runtime.models.transformers.pretrained import pretrained_applier
+
+        return pretrained_applier(self.file, module, factory, options)
 
     def _region(self) -> Region:
         if self._shared is None:

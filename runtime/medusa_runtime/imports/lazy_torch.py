@@ -279,7 +279,7 @@ class _LeanImport:
             "torch.library": {"fallthrough_kernel": StandIn.of("torch.library", "fallthrough_kernel")},
             "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
             "torch.compiler": {
-                name: _query("torch.compiler", name) for name in ("is_compiling", "is_dynamo_compiling")
+                name: _query("torch.compiler", name) for name in ("is_compiling", "is_dynamo_compiling", "is_exporting")
             },
             "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
             "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn about a bug in one version

@@ -41,6 +41,13 @@ def _never(*_: Any, **__: Any) -> bool:
     return False
 
 
+def _check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+    """Stand in for ``torch_compilable_check``, which raises an error, and tells it torch's compiler."""
+    found = cond() if callable(cond) else cond
+    if not bool(found.all() if hasattr(found, "all") else found):
+        raise error_type(msg() if callable(msg) else msg)
+
+
 class GenerationMixin:
     """Stands in for transformers' class, whose generation loop is not used. Its name shows that a model generates."""
 
@@ -71,6 +78,15 @@ class _NoHub:
         """Do nothing."""
 
 
+# Replaced in addition where ``generate`` is used, in place of ``transformers.generation`` as a whole.
+_GENERATION = f"{_NAME}.generation"
+_WITH_GENERATION: dict[str, dict[str, Any]] = {
+    "transformers.generation.candidate_generator": {},
+    "transformers.generation.continuous_batching": {},
+    "transformers.generation.streamers": {},
+    "transformers.generation.watermarking": {},
+    "transformers.tokenization_python": {},
+}
 # Packages that are not executed themselves; modules inside them are.
 _BARE = frozenset({_NAME, "transformers.models"})
 # Modules that are replaced, together with all below them, and the names in them that are used.
@@ -82,16 +98,18 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
         "is_dtensor": _never,
         "is_local_dist_rank_0": lambda: True,
     },
+    "transformers.distributed.fsdp": {"is_fsdp_managed_module": _never},
+    "transformers.distributed.utils": {"_get_torch_distributed_world_size": lambda: 1},
     "transformers.dynamic_module_utils": {},
     "transformers.generation": {"GenerationConfig": _GenerationConfig, "GenerationMixin": GenerationMixin},
-    "transformers.integrations.accelerate": {},
+    "transformers.integrations.accelerate": {"force_accelerate_hooks": _identity},
     "transformers.integrations.deepgemm": {},
     "transformers.integrations.deepspeed": {"is_deepspeed_zero3_enabled": _never},
     "transformers.integrations.eager_paged": {},
     "transformers.integrations.finegrained_fp8": {"ALL_FP8_EXPERTS_FUNCTIONS": {}},
     "transformers.integrations.flash_attention": {},
     "transformers.integrations.flex_attention": {},
-    "transformers.integrations.fsdp": {"is_fsdp_enabled": _never},
+    "transformers.integrations.fsdp": {"is_fsdp_enabled": _never, "is_fsdp_managed_module": _never},
     "transformers.integrations.peft": {},
     "transformers.integrations.sonicmoe": {},
     "transformers.integrations.tensor_parallel": {},
@@ -126,14 +144,23 @@ _REGISTERING = {
 _REAL_BELOW = frozenset({"huggingface_hub"})
 
 _lock = threading.RLock()
+_importing = False
 
 
-def import_from_transformers(module: str) -> ModuleType:
+def import_from_transformers(module: str, *, generation: bool = False, whole: bool = False) -> ModuleType:
     """Import a module of transformers: leanly, if torch was imported leanly and this version was tested.
 
-    Once an import was plain, or a lean one has failed, all imports in this process are plain. Raises ImportError.
+    With ``generation``, models have transformers' own ``generate``. With ``whole``, or once an import was plain or a
+    lean one has failed, all imports of this process are plain. Raises ImportError.
     """
     with _lock:
+        if whole and not _is_plain():
+            forget()
+        if generation and _GENERATION in _PLACEHOLDERS:
+            del _PLACEHOLDERS[_GENERATION]
+            _PLACEHOLDERS.update(_WITH_GENERATION)
+            if not _is_plain():
+                _drop()
         if _is_plain() or not (
             isinstance(sys.modules.get(_NAME), _Bare) or (is_lean() and _version().startswith(TESTED))
         ):
@@ -149,9 +176,13 @@ def import_from_transformers(module: str) -> ModuleType:
 
 def forget() -> None:
     """Drop everything that was imported leanly, so that the next import is plain."""
+    _drop()
+    importlib.import_module(_NAME)
+
+
+def _drop() -> None:
     for name in [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]:
         del sys.modules[name]
-    importlib.import_module(_NAME)
 
 
 @contextlib.contextmanager
@@ -162,13 +193,14 @@ def without_scripts() -> Iterator[None]:
     """
     namespace = namespace_of(sys.modules["torch.jit"])
     absent = "ScriptModule" not in namespace and is_lean()
+    empty = type("ScriptModule", (), {})
     if absent:
-        namespace["ScriptModule"] = type("ScriptModule", (), {})
+        namespace["ScriptModule"] = empty
     try:
         yield
     finally:
-        if absent:
-            namespace.pop("ScriptModule", None)
+        if absent and namespace.get("ScriptModule") is empty:  # else torch.jit has been executed meanwhile
+            del namespace["ScriptModule"]
 
 
 def _is_plain() -> bool:
@@ -185,7 +217,16 @@ def _version() -> str:
 
 
 class _Bare(ModuleType):
-    """A package whose own code is not executed."""
+    """A package whose own code is not executed, until code outside of it asks for one of its names."""
+
+    def __getattr__(self, name: str) -> Any:
+        with _lock:
+            if name.startswith("__") or _importing or self.__name__ != _NAME:
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+            if sys.modules.get(_NAME) is self:
+                logger.warning("transformers is imported as a whole, which takes seconds: %s.%s is used", _NAME, name)
+                forget()
+            return getattr(sys.modules[_NAME], name)
 
 
 class _Placeholder(ModuleType):
@@ -234,6 +275,8 @@ def _placeholder(name: str) -> _Placeholder:
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
     """Import leanly in this context. At its end, torch is as before; placeholders for parts of transformers remain."""
+    global _importing
+    before, _importing = _importing, True
     _make_bare()
     finder = _Finder()
     sys.meta_path.insert(0, finder)
@@ -250,6 +293,7 @@ def _lean() -> Iterator[None]:
         _simplify()
         yield
     finally:
+        _importing = before
         sys.meta_path.remove(finder)
         for namespace, name in added:
             namespace.pop(name, None)
@@ -261,11 +305,14 @@ def _lean() -> Iterator[None]:
 
 
 def _simplify() -> None:
-    """Replace the parts of transformers that would execute torch's compiler and tracer."""
+    """Replace the parts of transformers that would execute torch's compiler, tracer and kinds of accelerators."""
     generic: Any = importlib.import_module("transformers.utils.generic")
     generic._register_model_output_pytree_node = lambda _: None
-    questions: Any = importlib.import_module("transformers.utils.import_utils")
-    questions.is_tracing = questions.is_jit_tracing = _never
+    for name in ("transformers.utils.import_utils", "transformers.utils"):  # the second has them from the first
+        module: Any = importlib.import_module(name)
+        module.is_tracing = module.is_jit_tracing = _never
+        module.is_torch_flex_attn_available = module.is_torch_xpu_available = _never
+        module.torch_compilable_check = _check
 
 
 def _make_bare() -> None:

@@ -73,6 +73,7 @@ def plan(
     strict: bool = True,
     last_wins: bool = False,
     authored: bool = False,
+    may_lack: Callable[[str], bool] = lambda name: name.endswith("num_batches_tracked"),
 ) -> Plan:
     """Return the place in a module for each tensor of the checkpoint that it needs. ``expected`` are its ``places``.
 
@@ -83,13 +84,13 @@ def plan(
 
     Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
     wins, as in transformers, or with ``last_wins`` the last one, as in ``load_state_dict``, which copies one after the
-    other. A lazy module's parameter takes the checkpoint's shape. The counters of batch
-    norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
+    other. A lazy module's parameter takes the checkpoint's shape. ``may_lack`` says which of the module's tensors may
+    be missing: the counters of batch norms, as for ``load_state_dict``, because files of old PyTorch have none.
     """
     sources, unexpected = _choose(index, expected, rename, last_wins=last_wins)
     filled = {place.name for place in sources.values()}
     missing = [place for name, place in expected.items() if name == place.name and name not in filled]
-    absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
+    absent = [place.name for place in missing if not may_lack(place.name)]
     problems = {
         "missing": absent if strict else [],
         "not expected": unexpected if strict else [],

@@ -64,12 +64,18 @@ class FactoryApplier(Applier):
     def plan(self, index: WeightIndex) -> Plan:
         rename = with_load_hooks(self.module, index, self._rename)
         strict, authored = self._options.strict, self.is_authored
-        found = plan(index, self._places, rename, strict=strict, last_wins=True, authored=authored)
+        found = plan(
+            index, self._places, rename, strict=strict, last_wins=True, authored=authored, may_lack=self.may_lack
+        )
         if index.recorded:
             return found
         # The execution order is not known. It is nearly always the order in which the module was constructed.
         rank = {name: number for number, name in enumerate(self._places)}
         return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
+
+    def may_lack(self, name: str) -> bool:
+        """Return whether the checkpoint may lack a tensor of the module, which then keeps its initial value."""
+        return name.endswith("num_batches_tracked")
 
     def unneeded(self, index: WeightIndex, todo: Mapping[str, Place]) -> Collection[str]:
         return ()  # the user may build other modules of the same checkpoint

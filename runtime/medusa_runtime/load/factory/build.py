@@ -31,6 +31,7 @@ def build(
     *,
     timeline: Timeline | None = None,
     on_error: Callable[[BaseException], None] = lambda _: None,
+    make_applier: Callable[[nn.Module, Callable[[], nn.Module], BuildOptions], FactoryApplier] = FactoryApplier,
 ) -> tuple[M, Loader]:
     """Return the module that ``factory`` makes, which may be called at once, and the loader that fills it.
 
@@ -53,7 +54,7 @@ def build(
                 check_extra_state(module)
             if options.device is not None or options.dtype is not None:
                 _convert_computed(module, options)
-            applier = FactoryApplier(module, factory, options)
+            applier = make_applier(module, factory, options)
             loader = Loader(region, applier, timeline=timeline, release=options.release, on_end=end)
     except BaseException:
         thaw()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,9 @@ from .experts import SeparateExperts
 
 if TYPE_CHECKING:
     from ...load.quantized.scheme import Quantization
+
+
+_DEFAULTS = BuildOptions()
 
 
 @dataclass(eq=False)
@@ -49,10 +54,15 @@ class TransformersApplier(FactoryApplier):
         factory: Callable[[], nn.Module],
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        options: BuildOptions = _DEFAULTS,
     ) -> None:
         keep_in_float32(module)
-        super().__init__(module, factory, BuildOptions(rename=self.target, exact=dtype.itemsize > 2))
+        exact = options.exact and dtype.itemsize > 2
+        super().__init__(module, factory, dataclasses.replace(options, rename=self.target, exact=exact))
         self.quantization, self._float = quantization, dtype
+        self._optional = [
+            re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+        ]
         self._names = _Names(module)
         self._experts = {name: part for name, part in module.named_modules() if isinstance(part, SeparateExperts)}
         self._divide = self._divided if self._experts else None
@@ -73,6 +83,32 @@ class TransformersApplier(FactoryApplier):
         """Return the module's tensor that a checkpoint's tensor becomes or is fused into; None if there is none."""
         target, _, _ = self._names.of(name)
         return target if target in self._places else None
+
+    def may_lack(self, name: str) -> bool:
+        return super().may_lack(name) or any(pattern.search(name) for pattern in self._optional)
+
+    def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
+        for place in missing:
+            value = self._initial_value(place)
+            yield from super().initial_values([place]) if value is None else [value]
+
+    def _initial_value(self, place: Place) -> Tensor | None:
+        """Return what transformers initializes a parameter with, such as positions that a formula computes.
+
+        Return None if it has a value already.
+        """
+        module: Any = self.module
+        owner, name = place.owners[0]
+        with torch._C.DisableTorchFunctionSubclass():  # else parameters without a value would be waited for
+            if place.is_buffer or not place.tensor.is_meta:
+                return None
+            value = nn.Parameter(torch.empty(place.tensor.shape, dtype=place.tensor.dtype), requires_grad=False)
+            held, owner._parameters[name] = owner._parameters[name], value
+            try:
+                module._init_weights(owner)
+            finally:
+                owner._parameters[name] = held
+        return value.data
 
     def plan(self, index: WeightIndex) -> Plan:
         groups: dict[str, _Fused] = {}
@@ -108,7 +144,7 @@ class TransformersApplier(FactoryApplier):
             target = None if name in fused else self.target(name)
             return target if target in rest else None
 
-        found = plan(index, rest, rename, last_wins=True)
+        found = plan(index, rest, rename, strict=self._options.strict, last_wins=True, may_lack=self.may_lack)
         todo = {**found.todo, **fused}
         rank = {name: number for number, name in enumerate(self._places)}
 

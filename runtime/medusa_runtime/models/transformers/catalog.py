@@ -58,7 +58,7 @@ def find_class(raw: Mapping[str, Any]) -> TransformersClass:
     return TransformersClass(f"transformers.models.{found.parent.name}.{found.stem}", architecture, kind)
 
 
-_OTHERS = "expected another model, or --engine vllm"
+_OTHERS = "expected another model, --engine vllm, or a handler that runs it (docs/transformers.md)"
 
 
 def _kind(architecture: str, raw: Mapping[str, Any]) -> str:

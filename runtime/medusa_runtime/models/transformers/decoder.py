@@ -5,20 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...imports.lean_transformers import without_scripts
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend, cache_argument
-from .config import TransformersConfig, own_class, own_config, refused
+from .config import TransformersConfig, own_class, own_config
+from .construct import construct, default_dtype, own_attention
 from .experts import separate_experts
 from .faster import use_our_parts
 from .gathered import run_gathered
@@ -26,7 +24,6 @@ from .programs import use_programs
 
 # Classes that claim to take any attention, but need masks or biases that only their own attention adds.
 _OWN_ATTENTION = frozenset({"FalconForCausalLM"})
-_OF_BAD_SIZES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class TransformersDecoder(DecoderModel):
@@ -87,12 +84,16 @@ def _say_nothing(*_: Any) -> None:
 
 def build(config: TransformersConfig) -> tuple[Any, bool]:
     """Build the module that a config describes, as a skeleton. Also return whether it needs its own attention."""
+    from transformers.modeling_utils import AttentionInterface
+
     kind = own_class(config.found_class)
+    AttentionInterface.register(NAME, attend)
     own = own_config(config.found_class, config.raw)
     gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION or masks(kind, own)
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read
-    module = construct(kind, own, config.dtype)
+    with skeleton():
+        module = construct(kind, own, config.dtype)
     with default_dtype(config.dtype):
         separate_experts(module)
     return module, gathers
@@ -113,42 +114,4 @@ def masks(kind: Any, own: Any) -> bool:
     return any(isinstance(size, int) and size < longest for size in sizes)
 
 
-def own_attention(kind: Any) -> str:
-    """Return the name of transformers' attention for a class that cannot run with the engine's."""
-    return "sdpa" if kind._supports_sdpa else "eager"
-
-
-def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
-    """Construct a module of class ``kind`` from its configuration ``own``, as a skeleton in evaluation mode.
-
-    Raises ConfigError for one with which the class fails, such as sizes below zero.
-    """
-    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-
-    AttentionInterface.register(NAME, attend)
-    initialize = PreTrainedModel.init_weights
-    with skeleton(), default_dtype(dtype), without_scripts():
-        # A skeleton has no values, and initializing them would take longer than all the rest.
-        PreTrainedModel.init_weights = lambda _: None
-        try:
-            module = kind(own).eval()
-        except _OF_BAD_SIZES as error:
-            raise refused(kind.__name__, error) from error
-        finally:
-            PreTrainedModel.init_weights = initialize
-        module.tie_weights()
-    return module
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Give modules that are constructed in this context parameters of ``dtype``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-__all__ = ["TransformersDecoder", "build", "construct", "own_attention"]
+__all__ = ["TransformersDecoder", "build"]

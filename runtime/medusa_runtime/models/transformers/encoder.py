@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...load.skeleton import skeleton
 from ..fields import Fields
 from .applier import TransformersApplier
 from .catalog import TransformersClass, find_class
 from .config import own_class, own_config
-from .decoder import construct, own_attention
+from .construct import construct, own_attention
 
 
 class Sizes(NamedTuple):
@@ -78,7 +79,8 @@ class TransformersEncoder(nn.Module):
         kind = own_class(self.found_class)
         own = own_config(self.found_class, self._raw)
         own._attn_implementation = own_attention(kind)
-        return construct(kind, own, self._dtype)
+        with skeleton():
+            return construct(kind, own, self._dtype)
 
     def _longest(self, own: Any) -> int:
         positions = int(getattr(own, "max_position_embeddings", 512))
