@@ -150,13 +150,12 @@ class Weights:
             self._own.close()
 
     def _applier(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> FactoryApplier:
+        """Return what fills a module. Models of transformers have other names in a file than in the module."""
         from medusa_runtime.load.factory.applier import FactoryApplier
 
         bases = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
         if ("transformers.modeling_utils", "PreTrainedModel") not in bases or options.prefix or options.rename:
-            return FactoryApplier(
-                module, factory, options
-            )  # whose tensors have the module's names, or as the user says
+            return FactoryApplier(module, factory, options)
         from medusa_runtime.models.transformers.pretrained import pretrained_applier
 
         return pretrained_applier(self.file, module, factory, options)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TESTED = ("5.23.", "5.24.")
 _NAME = "transformers"
+_GENERATION = "transformers.generation"
 
 
 def _identity(*args: Any, **_: Any) -> Any:
@@ -78,15 +79,6 @@ class _NoHub:
         """Do nothing."""
 
 
-# Replaced in addition where ``generate`` is used, in place of ``transformers.generation`` as a whole.
-_GENERATION = f"{_NAME}.generation"
-_WITH_GENERATION: dict[str, dict[str, Any]] = {
-    "transformers.generation.candidate_generator": {},
-    "transformers.generation.continuous_batching": {},
-    "transformers.generation.streamers": {},
-    "transformers.generation.watermarking": {},
-    "transformers.tokenization_python": {},
-}
 # Packages that are not executed themselves; modules inside them are.
 _BARE = frozenset({_NAME, "transformers.models"})
 # Modules that are replaced, together with all below them, and the names in them that are used.
@@ -101,7 +93,8 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "transformers.distributed.fsdp": {"is_fsdp_managed_module": _never},
     "transformers.distributed.utils": {"_get_torch_distributed_world_size": lambda: 1},
     "transformers.dynamic_module_utils": {},
-    "transformers.generation": {"GenerationConfig": _GenerationConfig, "GenerationMixin": GenerationMixin},
+    _GENERATION: {"GenerationConfig": _GenerationConfig, "GenerationMixin": GenerationMixin},
+    "transformers.generation.continuous_batching": {},
     "transformers.integrations.accelerate": {"force_accelerate_hooks": _identity},
     "transformers.integrations.deepgemm": {},
     "transformers.integrations.deepspeed": {"is_deepspeed_zero3_enabled": _never},
@@ -158,7 +151,6 @@ def import_from_transformers(module: str, *, generation: bool = False, whole: bo
             forget()
         if generation and _GENERATION in _PLACEHOLDERS:
             del _PLACEHOLDERS[_GENERATION]
-            _PLACEHOLDERS.update(_WITH_GENERATION)
             if not _is_plain():
                 _drop()
         if _is_plain() or not (

@@ -27,16 +27,17 @@ ARCHITECTURES: dict[str, str] = {
 # The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
+_OTHER_TASKS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")  # which only a handler runs
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes one of ENCODERS, and not a classifier or a decoder.
+    """Return whether a config.json describes one of ENCODERS, and not a decoder or an encoder with another task.
 
     With ``is_decoder``, tokens of these models see earlier ones only, which transformers' code computes.
     """
     named = raw.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
+    other = any(name in ARCHITECTURES or name.endswith((CLASSIFIER, *_OTHER_TASKS)) for name in names)
     return raw.get("model_type") in ENCODERS and not other and not raw.get("is_decoder")
 
 

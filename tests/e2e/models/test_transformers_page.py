@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +54,14 @@ def test_it_finds_the_entities_that_transformers_finds(start: Callable[..., Any]
     assert serving.request("POST", "/", {"input": "x"})[0] == 400
 
 
-def test_an_engine_that_cannot_run_a_model_names_the_page(start: Callable[..., Any], tmp_path: Path) -> None:
-    sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4, "vocab_size": len(WORDS)}
-    transformers.DistilBertForTokenClassification(transformers.DistilBertConfig(**sizes)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "name", ["BertForTokenClassification", "BertForQuestionAnswering", "T5ForConditionalGeneration"]
+)
+def test_an_engine_that_cannot_run_a_model_names_the_page(start: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    write(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    kind = "t5" if name.startswith("T5") else "bert"
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [name], "model_type": kind}))
     serving = start("--model", tmp_path)
     assert serving.process.wait(60) == 1
     assert "--engine vllm, or a handler that runs it (docs/transformers.md)" in serving.output()
