@@ -73,7 +73,7 @@ def unload_adapter(service: Service, body: Body) -> Response:
     fields.check_fields(body, _UNLOAD)
     name = _text(body, "lora_name")
     if service.settings.allow_lora is None:
-        raise _forbidden("--allow-lora PREFIX")
+        raise _forbidden("--allow-lora PREFIX", "lora_name")
     service.model.adapters.remove(name)
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type="text/plain")
 
@@ -85,14 +85,14 @@ def _check_allowed(service: Service, url: str) -> None:
     allowed = (service.settings.allow_lora or "").split(",")
     place = place_of(url)
     if place is None or not any(prefix and is_below(place, place_of(prefix) or "") for prefix in allowed):
-        raise _forbidden(f"--allow-lora={redacted(place or url)}")
+        raise _forbidden(f"--allow-lora={redacted(place or url)}", "lora_path")
 
 
-def _forbidden(flag: str) -> ApiError:
+def _forbidden(flag: str, param: str) -> ApiError:
     return ApiError(
         403,
         f"adapters are not loaded by requests here; the operator allows it with {flag} (MEDUSA_ALLOW_LORA)",
-        param="lora_path",
+        param=param,
         code="not_allowed",
     )
 

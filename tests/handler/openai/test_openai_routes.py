@@ -465,6 +465,15 @@ def test_an_adapter_that_another_request_has_just_unloaded_is_not_found(
     assert caught.value.status == 404
 
 
+def test_adapters_are_not_changed_by_requests_unless_the_operator_allows_it(served: Any) -> None:
+    for what, body, param in (
+        ("load", {"lora_name": "a", "lora_path": "https://models.example/a"}, "lora_path"),
+        ("unload", {"lora_name": "a"}, "lora_name"),
+    ):
+        status, answer, _ = served.request("POST", f"/v1/{what}_lora_adapter", body)
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (403, param, "not_allowed")
+
+
 def test_another_method_is_refused_with_those_that_work(served: Any) -> None:
     status, answer, headers = served.request("GET", "/v1/completions")
     assert (status, answer["error"]["message"]) == (405, "/v1/completions takes POST, not GET")
