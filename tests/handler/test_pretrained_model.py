@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.errors import MismatchError, ModelError
+from medusa_runtime.errors import ConfigError, MismatchError, ModelError
 from medusa_runtime.imports.lazy_torch import TESTED
 from pretrained_cases import CASES, WHOLE, computed, weights
 from safetensors.torch import load_file
@@ -112,6 +113,16 @@ def test_a_head_that_the_checkpoint_lacks_is_an_error(opened: Any) -> None:
     found.pretrained_model("BertForQuestionAnswering")
     with pytest.raises(MismatchError, match=r"2 missing: qa_outputs\.weight, qa_outputs\.bias\. .* strict=False"):
         found.wait()
+
+
+@pytest.mark.parametrize(("name", "most"), [("image_size", 8192), ("num_hidden_layers", 10_000)])
+def test_sizes_of_a_part_that_no_model_has(root: Path, tmp_path: Path, name: str, most: int) -> None:
+    (tmp_path / "model.safetensors").symlink_to(root / "CLIPModel" / "model.safetensors")
+    raw = json.loads((root / "CLIPModel" / "config.json").read_text())
+    raw["vision_config"][name] = 10**9
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=f"expected {name} to be at most {most}, found 1000000000"):
+        weights(tmp_path).pretrained_model()
 
 
 def test_a_folder_without_a_configuration(root: Path, tmp_path: Path) -> None:

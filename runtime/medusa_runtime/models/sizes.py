@@ -17,6 +17,7 @@ _MOST = (
     (re.compile("|".join(EXPERTS)), MOST_EXPERTS),
     (re.compile("|".join(POSITIONS)), 1 << 27),
     (re.compile(r"num_labels"), 100_000),
+    (re.compile(r"image_size"), 8192),  # pixels, of which each may have a position
     (re.compile(r"hidden_size|n_embd|n_embed|d_model|dim|(\w+_)?(head|rotary|embed)_dim"), 1 << 20),
 )
 
