@@ -72,15 +72,15 @@ def plan(
     *,
     strict: bool = True,
     last_wins: bool = False,
-    authored: bool = False,
+    hint: Callable[[list[str], WeightIndex], str] = lambda absent, index: "Does its config.json belong to it?",
     may_lack: Callable[[str], bool] = lambda name: name.endswith("num_batches_tracked"),
 ) -> Plan:
     """Return the place in a module for each tensor of the checkpoint that it needs. ``expected`` are its ``places``.
 
     ``rename`` maps a checkpoint's name to the module's, or to None for a tensor that is not needed. Raises
     MismatchError, which lists the tensors that are missing or not expected (both only if ``strict``), have another
-    shape, or are quantized where the parameter is floating point: integers, or floats of 8 bits with scales. If the
-    module is ``authored``, a user's own, the error advises its author.
+    shape, or are quantized where the parameter is floating point: integers, or floats of 8 bits with scales. ``hint``
+    returns, from the names of those that are missing, what the error advises.
 
     Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
     wins, as in transformers, or with ``last_wins`` the last one, as in ``load_state_dict``, which copies one after the
@@ -99,8 +99,8 @@ def plan(
     }
     if any(problems.values()):
         listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
-        hint = _hint(absent, index) if authored else "Does its config.json belong to it?"
-        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
+        advice = hint(absent, index)
+        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {advice}")
     return Plan({name: sources[name] for name in index.order if name in sources}, missing)
 
 
@@ -151,7 +151,7 @@ def _is_quantized(name: str, wanted: torch.dtype, index: WeightIndex) -> bool:
     return any(f"{name}_{suffix}" in index.tensors for suffix in ("scale", "scale_inv"))
 
 
-def _hint(absent: list[str], index: WeightIndex) -> str:
+def factory_hint(absent: list[str], index: WeightIndex) -> str:
     """Return what the author of a factory can do about the ``absent`` tensors."""
     for name in index.order if absent else ():
         prefix = name.removesuffix(absent[0])

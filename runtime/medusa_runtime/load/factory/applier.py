@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from medusa_runtime.load.factory.load_hooks import with_load_hooks
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.gate import Gate, owner_gates
 from medusa_runtime.load.pending import can_be_pending, fill_in_place, make_pending, pending_value, resolve
-from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
+from medusa_runtime.load.plan import Place, Plan, Rename, factory_hint, places, plan
 from medusa_runtime.timeline import Timeline
 
 
@@ -28,8 +27,6 @@ class FactoryApplier(Applier):
     Every module that owns tensors has a gate, and every parameter is a ``PendingParameter`` until its value arrives.
     With ``strict=False``, ``factory`` is called again to make initial values for what the checkpoint lacks.
     """
-
-    is_authored: ClassVar[bool] = True  # whether the factory is a user's own code
 
     def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> None:
         super().__init__(module, dtype=options.dtype, rename=_rename(module, options))
@@ -63,15 +60,17 @@ class FactoryApplier(Applier):
 
     def plan(self, index: WeightIndex) -> Plan:
         rename = with_load_hooks(self.module, index, self._rename)
-        strict, authored = self._options.strict, self.is_authored
-        found = plan(
-            index, self._places, rename, strict=strict, last_wins=True, authored=authored, may_lack=self.may_lack
-        )
+        strict = self._options.strict
+        found = plan(index, self._places, rename, strict=strict, last_wins=True, hint=self.hint, may_lack=self.may_lack)
         if index.recorded:
             return found
         # The execution order is not known. It is nearly always the order in which the module was constructed.
         rank = {name: number for number, name in enumerate(self._places)}
         return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
+
+    def hint(self, absent: list[str], index: WeightIndex) -> str:
+        """Return what to do about tensors that the checkpoint lacks, for an error."""
+        return factory_hint(absent, index)
 
     def may_lack(self, name: str) -> bool:
         """Return whether the checkpoint may lack a tensor of the module, which then keeps its initial value."""

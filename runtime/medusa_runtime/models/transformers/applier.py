@@ -46,8 +46,6 @@ class TransformersApplier(FactoryApplier):
     A tensor that the module has no place for is left out, as in transformers. A missing one is an error.
     """
 
-    is_authored = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -83,6 +81,9 @@ class TransformersApplier(FactoryApplier):
         """Return the module's tensor that a checkpoint's tensor becomes or is fused into; None if there is none."""
         target, _, _ = self._names.of(name)
         return target if target in self._places else None
+
+    def hint(self, absent: list[str], index: WeightIndex) -> str:
+        return "Does its config.json belong to it?"
 
     def may_lack(self, name: str) -> bool:
         return super().may_lack(name) or any(pattern.search(name) for pattern in self._optional)
@@ -144,7 +145,8 @@ class TransformersApplier(FactoryApplier):
             target = None if name in fused else self.target(name)
             return target if target in rest else None
 
-        found = plan(index, rest, rename, strict=self._options.strict, last_wins=True, may_lack=self.may_lack)
+        strict = self._options.strict
+        found = plan(index, rest, rename, strict=strict, last_wins=True, hint=self.hint, may_lack=self.may_lack)
         todo = {**found.todo, **fused}
         rank = {name: number for number, name in enumerate(self._places)}
 

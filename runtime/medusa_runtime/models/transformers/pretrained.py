@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.index import WeightIndex
 from ...errors import MissingPackageError, ModelError
 from ...imports.lean_transformers import import_from_transformers
 from ...load.factory.applier import FactoryApplier
@@ -86,9 +87,12 @@ def pretrained_applier(
 
 
 class _PretrainedApplier(TransformersApplier):
-    """The applier for a module that a user's code made, to whose author errors speak."""
+    """The applier for a module that a user's code made."""
 
-    is_authored = True
+    def hint(self, absent: list[str], index: WeightIndex) -> str:
+        return (
+            f"Is {type(self.module).__name__} the class of this checkpoint? strict=False gives initial values to others"
+        )
 
 
 __all__ = ["pretrained_applier", "pretrained_factory"]
