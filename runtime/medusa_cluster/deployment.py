@@ -77,7 +77,7 @@ class Deployment:
 
     @property
     def digest(self) -> str:
-        """What instances are started with, as a short text. If it changes, they are replaced."""
+        """A short hash of the settings with which instances are started. If it changes, they are replaced."""
         started_with = (self.url, self.engine, dict(self.settings), self.disaggregated)
         return hashlib.sha256(json.dumps(started_with, sort_keys=True).encode()).hexdigest()[:16]
 

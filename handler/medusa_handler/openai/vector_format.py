@@ -37,7 +37,7 @@ class VectorFormat(NamedTuple):
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the whole answer is bytes, and no JSON."""
+        """True if the answer consists of bytes instead of JSON."""
         return self.encoding.startswith("bytes")
 
     def value(self, data: bytes) -> str | list[float]:

@@ -58,6 +58,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, b
                 yield dot + attribute, owner, attribute, buffer, True
 
 
+def is_batch_counter(name: str) -> bool:
+    """Return whether a tensor counts the batches of a batch norm. Files of old PyTorch have none."""
+    return name.rpartition(".")[2] == "num_batches_tracked"
+
+
+def model_hint(absent: list[str], index: WeightIndex) -> str:
+    """Return what to do about the ``absent`` tensors of a model that a config.json describes."""
+    return "Does its config.json belong to it?"
+
+
 class Plan(NamedTuple):
     """Where each needed tensor goes, in execution order, and the places that the checkpoint has no tensor for."""
 
@@ -72,8 +82,8 @@ def plan(
     *,
     strict: bool = True,
     last_wins: bool = False,
-    hint: Callable[[list[str], WeightIndex], str] = lambda absent, index: "Does its config.json belong to it?",
-    may_lack: Callable[[str], bool] = lambda name: name.endswith("num_batches_tracked"),
+    hint: Callable[[list[str], WeightIndex], str] = model_hint,
+    may_lack: Callable[[str], bool] = is_batch_counter,
 ) -> Plan:
     """Return the place in a module for each tensor of the checkpoint that it needs. ``expected`` are its ``places``.
 
@@ -85,7 +95,7 @@ def plan(
     Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
     wins, as in transformers, or with ``last_wins`` the last one, as in ``load_state_dict``, which copies one after the
     other. A lazy module's parameter takes the checkpoint's shape. ``may_lack`` says which of the module's tensors may
-    be missing: the counters of batch norms, as for ``load_state_dict``, because files of old PyTorch have none.
+    be missing: the counters of batch norms, as for ``load_state_dict``.
     """
     sources, unexpected = _choose(index, expected, rename, last_wins=last_wins)
     filled = {place.name for place in sources.values()}

@@ -91,7 +91,7 @@ def test_an_attention_is_known_by_what_it_gives_the_engine(name: str) -> None:
     [("Olmo", {"clip_qkv": 30.0}), ("Olmo", {"hidden_act": "gelu"}), ("Olmo2", {"hidden_act": "relu"})],
 )
 def test_a_model_is_not_taken_for_another_of_its_class(name: str, changes: dict[str, Any]) -> None:
-    """What one config asks for was once computed for all models of the class that a process had."""
+    """Results of a trial were once kept by class, so that a second model was computed with the first one's settings."""
     for more in ({}, changes):
         config = getattr(transformers, f"{name}Config")(**SHAPE | more)
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from medusa_runtime.load.factory.load_hooks import with_load_hooks
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.gate import Gate, owner_gates
 from medusa_runtime.load.pending import can_be_pending, fill_in_place, make_pending, pending_value, resolve
-from medusa_runtime.load.plan import Place, Plan, Rename, factory_hint, places, plan
+from medusa_runtime.load.plan import Place, Plan, Rename, factory_hint, is_batch_counter, places, plan
 from medusa_runtime.timeline import Timeline
 
 
@@ -74,7 +74,7 @@ class FactoryApplier(Applier):
 
     def may_lack(self, name: str) -> bool:
         """Return whether the checkpoint may lack a tensor of the module, which then keeps its initial value."""
-        return name.endswith("num_batches_tracked")
+        return is_batch_counter(name)
 
     def unneeded(self, index: WeightIndex, todo: Mapping[str, Place]) -> Collection[str]:
         return ()  # the user may build other modules of the same checkpoint

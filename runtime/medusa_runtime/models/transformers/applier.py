@@ -16,7 +16,7 @@ from ...checkpoint.index import TensorEntry, WeightIndex
 from ...errors import MismatchError
 from ...load.factory.applier import FactoryApplier
 from ...load.factory.options import BuildOptions
-from ...load.plan import Place, Plan, plan
+from ...load.plan import Place, Plan, model_hint, plan
 from .experts import SeparateExperts
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TransformersApplier(FactoryApplier):
         return target if target in self._places else None
 
     def hint(self, absent: list[str], index: WeightIndex) -> str:
-        return "Does its config.json belong to it?"
+        return model_hint(absent, index)
 
     def may_lack(self, name: str) -> bool:
         return super().may_lack(name) or any(pattern.search(name) for pattern in self._optional)

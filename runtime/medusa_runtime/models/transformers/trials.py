@@ -1,6 +1,6 @@
-"""What the trials of transformers' modules share: ``faster``, ``faster_attention`` and ``experts`` have them.
+"""Helpers of the trials in ``faster``, ``faster_attention`` and ``experts``.
 
-A module's own forward is called with random numbers, and the result is compared with that of a formula that we know.
+A trial calls a module's own forward with random numbers, and compares the result with that of a formula that we know.
 """
 
 from __future__ import annotations

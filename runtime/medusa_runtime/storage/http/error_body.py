@@ -1,4 +1,4 @@
-"""What the body of a refusal says: the code of a store's error, and words for a message."""
+"""Reading the body of an error response: the store's error code, and some words for a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What variables say about stores: addresses, and yes or no."""
+"""Reading environment variables of stores: addresses, and switches such as AWS_NO_SIGN_REQUEST=true."""
 
 from __future__ import annotations
 
