@@ -121,7 +121,7 @@ class Cluster:
             if instance.state != "draining" and item["state"] != instance.state:
                 instance.state, instance.since_s = item["state"], node.seen_at - item["age_s"]
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
-        for instance in [item for item in self.state.instances.values() if item.node == node.name]:
+        for instance in list(self.state.instances.on(node.name)):
             if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
                 ended = "ended" if instance.state == "draining" else "is gone"
                 self.state.forget_instance(instance, "instance-ended", f"{instance.id} {ended}")
@@ -134,9 +134,7 @@ class Cluster:
     def _routed(self, node: KnownNode) -> list[tuple[object, ...]]:
         """Return what the routes depend on of a node's instances."""
         return [
-            (item.id, item.state, item.rank, item.loading, item.helping)
-            for item in self.state.instances.values()
-            if item.node == node.name
+            (item.id, item.state, item.rank, item.loading, item.helping) for item in self.state.instances.on(node.name)
         ]
 
     def _own_instances(self, node: KnownNode) -> dict[str, Mapping[str, Any]]:
@@ -179,12 +177,11 @@ class Cluster:
                 logger.warning("%s; trying again", error)
                 self._save_at = time.monotonic() + _SAVE_AGAIN_S
         node.excluded = {(url, source) for url, source in node.excluded if url in deployed}
-        names = {other.url: other.name for other in self.state.nodes.values()}
         for model in node.models():
             for source, reason in model.get("excluded", {}).items():
                 if (model["url"], source) not in node.excluded:
                     node.excluded.add((model["url"], source))
-                    peer = names.get(source, source)
+                    peer = next((other.name for other in self.state.nodes.values() if other.url == source), source)
                     self.state.record_event(
                         "peer-excluded", f"{node.name} reads {model['url']} from {peer} no more: {reason}", node=peer
                     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..deployment import Deployment
+from .instances import Instances
 from .nodes import Gateway, KnownInstance, KnownNode
 from .plan_file import ClusterPlan
 from .reports import Loads
@@ -73,10 +74,11 @@ class State:
         self.draining: dict[str, float | None] = dict(plan.draining)
         self.versions = Versions(plan.versions)
         self.nodes: dict[str, KnownNode] = {}
-        self.instances: dict[str, KnownInstance] = {}
+        self.instances = Instances()
         self.gateways: dict[str, Gateway] = {}
         self.loads = Loads()
-        self.routes = RoutePublisher()
+        self._routes = RoutePublisher()
+        self._stale = False  # the routes are to be updated
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self.changed = asyncio.Event()
         self._described: tuple[dict[str, Deployment], dict[str, Any]] = {}, {}  # deployments, and their form in JSON
@@ -91,8 +93,21 @@ class State:
         logger.info("%s", text)
         self.events.append({"at": time.monotonic(), "kind": kind, "model": model, "node": node, "text": text})
 
+    @property
+    def routes(self) -> RoutePublisher:
+        self._update_routes()
+        return self._routes
+
     def publish(self) -> None:
-        """Update the routes."""
+        """Have the routes updated once for all changes of this turn of the event loop: a decision may make hundreds."""
+        if not self._stale:
+            self._stale = True
+            asyncio.get_running_loop().call_soon(self._update_routes)
+
+    def _update_routes(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
         leaving = self.leaving()
         self._describe()
         models: dict[str, Any] = {
@@ -105,7 +120,7 @@ class State:
                 state = "draining" if item.node in leaving or self.is_outdated(item) else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
-        self.routes.publish(models)
+        self._routes.publish(models)
 
     def _describe(self) -> None:
         if self._described[0] is not self.deployments:  # they are replaced together
@@ -130,7 +145,7 @@ class State:
 
     def lose_node(self, node: KnownNode) -> None:
         """Forget the instances of a lost node."""
-        gone = [item for item in self.instances.values() if item.node == node.name]
+        gone = list(self.instances.on(node.name))
         for item in gone:
             del self.instances[item.id]
         if node.spare:
@@ -177,9 +192,10 @@ class State:
 
     def is_drained(self, name: str) -> bool:
         """Return whether a draining node runs no instance and holds no deployed model's last complete copy."""
-        if any(item.node == name for item in self.instances.values()):
+        if self.instances.on(name):
             return False
-        others = [node for node in self.nodes.values() if node.name not in self.leaving() and node.lost_at is None]
+        leaving = self.leaving()
+        others = [node for node in self.nodes.values() if node.name not in leaving and node.lost_at is None]
         elsewhere = {model["url"] for node in others for model in node.models() if model["state"] == "done"}
         here = {model["url"] for model in self.nodes[name].models() if model["state"] == "done"}
         return not others or not any(item.url in here - elsewhere for item in self.deployments.values())
@@ -202,4 +218,4 @@ class State:
             return "silent"
         if node.name in self.draining or node.spare:
             return "drained" if self.is_drained(node.name) else "draining"
-        return "draining" if node.name in self.leaving() else "alive"
+        return "draining" if node.status.get("state") == "draining" else "alive"

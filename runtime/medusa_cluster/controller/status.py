@@ -24,7 +24,8 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
     now, now_s = time.time(), time.monotonic()
     offset = now - now_s
     loads = state.loads.summed(state.gateways.values(), now_s, state.deployments)
-    transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
+    names = {node.url: node.name for node in state.nodes.values() if node.url}
+    transfers = [_transfer(names, node, model) for node in state.nodes.values() for model in _arriving(node)]
     copies = state.copies()
     instances: defaultdict[str, list[KnownInstance]] = defaultdict(list)  # by model
     for instance in state.instances.values():
@@ -55,7 +56,6 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
             *("memory_bytes", "memory_used_bytes", "devices", "device_bytes"),
         )
     }
-    instances = [item for item in state.instances.values() if item.node == node.name]
     return {
         "name": node.name,
         "address": node.status.get("address", ""),
@@ -77,7 +77,7 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
                 "role": item.role,
                 "helps": item.helps if item.helping else None,
             }
-            for item in instances
+            for item in state.instances.on(node.name)
         ],
     }
 
@@ -105,10 +105,9 @@ def _arriving(node: KnownNode) -> list[Any]:
     return [model for model in node.models() if model["state"] == "fetching" and node.lost_at is None]
 
 
-def _transfer(state: State, node: KnownNode, model: Any) -> dict[str, Any]:
+def _transfer(names: Mapping[str, str], node: KnownNode, model: Any) -> dict[str, Any]:
     rate = float(model.get("bytes_per_s", 0))
     left = int(model["total_bytes"]) - int(model["fetched_bytes"])
-    names = {other.url: other.name for other in state.nodes.values() if other.url}
     sources = [names.get(source.partition("/regions/")[0], source) for source in model.get("sources", ())]
     return {
         "url": model["url"],

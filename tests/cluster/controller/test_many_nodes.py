@@ -8,11 +8,12 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+from medusa_cluster.controller import cluster as cluster_module
 from medusa_cluster.controller import execution
 from medusa_cluster.controller.cluster import Cluster
-from medusa_cluster.controller.nodes import KnownNode
+from medusa_cluster.controller.nodes import KnownInstance, KnownNode
 from medusa_cluster.controller.plan_file import read_plan
-from medusa_cluster.policy.state import Fetch
+from medusa_cluster.policy.state import Fetch, StopInstance
 from medusa_runtime.errors import ClusterError, InstanceError
 
 URL = "http://127.0.0.1/m"
@@ -170,6 +171,51 @@ def test_orders_to_fetch_do_not_go_through_all_copies_for_each_one(tmp_path: Pat
             cluster.execution.begin(Fetch(name, URL + "4", sources=("n1",)))
         assert len(cluster.execution.fetches(time.monotonic())) == BATCH
         assert sum(status.reads for status in statuses) - before <= BATCH
+        await cluster.execution.close()
+
+    asyncio.run(run())
+
+
+class CountedInstance(KnownInstance):
+    """An instance that counts how often somebody asks on which node it is."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountedInstance.looks += name == "node"
+        return super().__getattribute__(name)
+
+
+def test_the_instances_of_a_node_are_found_without_a_look_at_all_others(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cluster_module, "KnownInstance", CountedInstance)
+    nodes, each = 20, 10
+
+    async def run() -> None:
+        cluster = Cluster(Nodes(), tmp_path / "controller.json")
+        await cluster.answer({"op": "deploy", "arguments": {"name": "m", "url": URL, "min": 1, "max": nodes * each}})
+        members: Any = cluster._members
+        names = [f"n{number}" for number in range(nodes)]
+        members._take_list({name: f"http://{name}:8114" for name in names})
+        serves = {"model": "m", "state": "ready", "age_s": 1.0, "running": 0, "version": "v1"}
+        for turn in range(3):
+            CountedInstance.looks = 0
+            for name in names:
+                instances = [serves | {"id": f"{name}-{number}"} for number in range(each)]
+                members._take_status(cluster.state.nodes[name], status_of(name, 0) | {"instances": instances})
+                if turn:  # at first, each status has new instances, and so changes the routes
+                    await settle()
+            status = await cluster.answer({"op": "status"})
+            assert [len(node["instances"]) for node in status["nodes"]] == [each] * nodes
+            assert not turn or CountedInstance.looks <= 8 * nodes * each
+        cluster._tick()  # makes the routes of what the nodes have said
+        await settle()
+        CountedInstance.looks = 0
+        for name in names:  # as in one decision
+            cluster.execution.begin(StopInstance(f"{name}-0", name))
+        await settle()
+        assert CountedInstance.looks <= 8 * nodes * each
+        found = cluster.state.routes.current["models"]["m"]["instances"]
+        assert [item["state"] for item in found].count("ready") == nodes * (each - 1)
         await cluster.execution.close()
 
     asyncio.run(run())
