@@ -9,7 +9,7 @@ from pathlib import Path
 LIBRARY_DIR = Path(__file__).parent
 SOURCE_DIR = LIBRARY_DIR / "source"
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 8  # raised when the arguments of an exported function change; a library with another number is not used
+INTERFACE = 9  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",

@@ -16,6 +16,16 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in 
 MAX_HEAD_DIM = 256  # attention.h
 INPUTS = 16  # how many inputs a program has: INPUTS in program.c
 _SCALE_DTYPES = {**DTYPES, torch.float8_e8m0fnu: 3}  # and in codes.h
+# ggml's formats: the enum packing in codes.h, behind those that Codes uses.
+BLOCK_PACKINGS = {
+    kind: number
+    for number, kind in enumerate(
+        (
+            "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+        ),
+        9,
+    )
+}  # fmt: skip
 _NIBBLES, _BYTES = 3, 4  # results of medusa_dequantize that are no floats: the enum in codes.h
 LANES = 8  # sizes in the steps between products (pointwise.c) are multiples of it
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -80,13 +90,13 @@ class StoredCodes:
 
     ``size`` is that of the blocks that share a scale. All tensors are contiguous, scale and zero in bf16, fp16, fp32 or
     E8M0, and ``group_of`` is int64 and within bounds. With ``order`` (int64 [columns]), column i of the matrix belongs
-    to the input's element ``order[i]``.
+    to the input's element ``order[i]``. ggml's blocks (``BLOCK_PACKINGS``) have their scales inside: ``scale`` is None.
     """
 
     def __init__(
         self,
         values: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         *,
         shape: tuple[int, int],
         packing: int,
@@ -101,7 +111,7 @@ class StoredCodes:
         self._tensors = (values, scale, zero, group_of, table)  # kept alive, as the structure has only their addresses
         self._struct = _Codes(
             values=values.data_ptr(),
-            scale=scale.data_ptr(),
+            scale=None if scale is None else scale.data_ptr(),
             zero=None if zero is None else zero.data_ptr(),
             group_of=None if group_of is None else group_of.data_ptr(),
             table=None if table is None else table.data_ptr(),
@@ -109,11 +119,11 @@ class StoredCodes:
             columns=shape[1],
             high=size[0],
             wide=size[1],
-            scale_columns=scale.shape[1],
+            scale_columns=0 if scale is None else scale.shape[1],
             one_zero=zero is not None and zero.numel() == 1,
             packing=packing,
             transposed=transposed,
-            scale_dtype=_SCALE_DTYPES[scale.dtype],
+            scale_dtype=0 if scale is None else _SCALE_DTYPES[scale.dtype],
             zero_dtype=0 if zero is None else _SCALE_DTYPES[zero.dtype],
         )
         self.address = ctypes.addressof(self._struct)
@@ -129,9 +139,11 @@ class StoredCodes:
         job = _Codes.from_buffer_copy(self._struct)
         job.out, job.dtype = out.data_ptr(), dtype
         if first_row or not job.transposed:
-            line = first_row // job.high * scale.stride(0)
             job.rows = out.shape[0]
             job.values += first_row * values.stride(0) * values.element_size()
+            if scale is None:
+                return job
+            line = first_row // job.high * scale.stride(0)
             job.scale += line * scale.element_size()
             if zero is not None and not job.one_zero:
                 job.zero += line * zero.element_size()
@@ -164,6 +176,7 @@ class NativeKernels:
             self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
             self._dequantize: Any = library.medusa_dequantize
+            self._gather: Any = library.medusa_gather
             self.run: Any = library.medusa_run  # recording.py has its arguments
             self._norm: Any = short.medusa_norm
             self._rope: Any = short.medusa_rope
@@ -185,6 +198,7 @@ class NativeKernels:
         for function in (self._norm, self._rope, self._gate, self._add, self._write_kv):
             function.restype = None
         self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
+        self._gather.argtypes, self._gather.restype = [ctypes.POINTER(_Codes), _POINTER, _LONG, _INT], _LONG
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
 
     def products(
@@ -345,6 +359,17 @@ class NativeKernels:
         is a multiple of the rows that share a scale, unless all do.
         """
         self._dequantize(codes.job(out, first_row, DTYPES[out.dtype]), torch.get_num_threads())
+
+    def gather(self, codes: StoredCodes, rows: Tensor, out: Tensor) -> None:
+        """Fill ``out`` [n, columns] with the floats of these rows, contiguous int64 [n]; codes are not transposed.
+
+        Raises IndexError if one of them is no row.
+        """
+        job = codes.job(out, 0, DTYPES[out.dtype])
+        job.rows = codes.shape[0]
+        found = self._gather(job, rows.data_ptr(), len(rows), torch.get_num_threads())
+        if found < len(rows):
+            raise IndexError(f"expected rows from 0 to {codes.shape[0] - 1}, found {int(rows[found])}")
 
     def transpose(self, codes: StoredCodes, out: Tensor, order: Tensor | None = None) -> None:
         """Fill ``out`` with the integers of transposed codes: uint8 [columns, rows], or [columns, rows / 2] nibbles.

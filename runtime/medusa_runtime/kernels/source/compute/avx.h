@@ -157,6 +157,10 @@ typedef __m128i v8;
 #define HIGH_64(a, b) _mm_unpackhi_epi64(a, b)
 #endif
 
+/* The bytes of a table of 16 at 32 places. */
+#define PICK_BYTES(table, places)                                                                                              \
+    ((octets)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(table))), (__m256i)(places)))
+
 static inline uint16_t half_of(float value) { return (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 static inline float float_of_half(uint16_t bits) { return _cvtsh_ss(bits); }

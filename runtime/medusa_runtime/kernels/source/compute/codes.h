@@ -3,8 +3,12 @@
 
 #include <stdint.h>
 
-/* How values are stored, as in load/quantized/codes.py: bytes, words of nibbles or bytes, or floats of 8 or 4 bits. */
-enum packing { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3, E2M1 };
+/* How values are stored, as in load/quantized/codes.py: bytes, words of nibbles or bytes, or floats of 8 or 4 bits. The others
+ * are ggml's blocks (blocks.h), as in load/quantized/block_codes.py. */
+enum packing {
+    SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED, E4M3, E2M1,
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+};
 
 /* What medusa_dequantize makes of transposed codes beside floats (dtype.h): their integers, [columns, rows]. */
 enum { AS_NIBBLES = 3, AS_BYTES = 4 };
@@ -14,7 +18,8 @@ enum { E8M0 = 3 };
 
 #define DECODED 2048L /* the most values of a row that are decoded at a time */
 
-/* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. */
+/* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. ggml's blocks are the values of
+ * a matrix that has nothing else, not even a scale. */
 struct codes {
     const void *values;
     const void *scale, *zero;  /* zero may be null; with one_zero it is a single number for all */

@@ -2,11 +2,18 @@
 #pragma once
 
 #include "at_most.h"
+#include "blocks.h"
 #include "codes.h"
 #include "simd.h"
 
 /* The bits of a value, in packings in which the values of a row follow each other. */
 #define BITS(packing) ((packing) == NIBBLES || (packing) == E2M1 ? 4 : 8)
+
+/* Bytes of that many neighbours of a row, in these packings and in blocks. */
+INLINE long bytes_of(long values, int packing)
+{
+    return IS_BLOCKS(packing) ? values / block_values(packing) * block_bytes(packing) : values * BITS(packing) / 8;
+}
 
 /* A number of a group: its scale or its zero. */
 INLINE float number_at(const void *numbers, long at, int dtype)
@@ -248,12 +255,12 @@ INLINE int has_steps(const struct codes *codes)
 {
     const int packing = codes->packing;
     return codes->wide % STEP == 0 && !codes->group_of &&
-           (packing <= UNSIGNED || packing == NIBBLES || (packing >= E4M3 && !codes->zero));
+           (packing <= UNSIGNED || packing == NIBBLES || ((packing == E4M3 || packing == E2M1) && !codes->zero));
 }
 
 INLINE const uint8_t *row_of(const struct codes *codes, long row)
 {
-    return (const uint8_t *)codes->values + row * codes->columns * BITS(codes->packing) / 8;
+    return (const uint8_t *)codes->values + row * bytes_of(codes->columns, codes->packing);
 }
 
 /* Bytes of a scale. */
@@ -263,9 +270,13 @@ INLINE long scale_bytes(const struct codes *codes) { return codes->scale_dtype =
 INLINE long line_of(const struct codes *codes, long row) { return row / codes->high * codes->scale_columns; }
 
 /* Write the floats of the values [begin, begin + count) of a row, in fp32, or in bf16 where DOT_BF16 is. begin is a multiple
- * of STEP, and count at most DECODED. */
+ * of STEP, and count at most DECODED. Of blocks these are whole ones. */
 INLINE void decode_row(const struct codes *codes, long row, long begin, long count, void *restrict out, const int dtype)
 {
+    if (IS_BLOCKS(codes->packing)) {
+        decode_blocks(row_of(codes, row) + bytes_of(begin, codes->packing), count, out, codes->packing, dtype);
+        return;
+    }
     long done = 0;
     if (has_steps(codes) && count >= STEP) {
         const uint8_t *values = row_of(codes, row);

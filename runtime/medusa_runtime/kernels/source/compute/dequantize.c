@@ -8,7 +8,8 @@ enum { TILE_ROWS = 32, TILE_COLS = 64, CHUNK = 1024, TICKET = 1 << 16 };
 
 struct run {
     const struct codes *codes;
-    long step;
+    const int64_t *places; /* the rows that are gathered, count of them */
+    long count, step;
     atomic_long next;
 };
 
@@ -31,16 +32,21 @@ static void narrow_all(const float *values, long count, void *out, int dtype)
         to[i] = narrow(values[i], dtype);
 }
 
+/* Write the floats of a row as row `to` of the result. */
+static void row_as_it_lies(const struct codes *codes, long row, long to)
+{
+    float values[CHUNK];
+    for (long begin = 0; begin < codes->columns; begin += CHUNK) {
+        const long count = at_most(codes->columns - begin, CHUNK);
+        decode_row(codes, row, begin, count, values, DTYPE_FP32);
+        narrow_all(values, count, (char *)codes->out + (to * codes->columns + begin) * size_of(codes->dtype), codes->dtype);
+    }
+}
+
 static void rows_as_they_lie(const struct codes *codes, long first, long stop)
 {
-    const long size = size_of(codes->dtype);
-    float values[CHUNK];
     for (long row = first; row < stop; row++)
-        for (long begin = 0; begin < codes->columns; begin += CHUNK) {
-            const long count = at_most(codes->columns - begin, CHUNK);
-            decode_row(codes, row, begin, count, values, DTYPE_FP32);
-            narrow_all(values, count, (char *)codes->out + (row * codes->columns + begin) * size, codes->dtype);
-        }
+        row_as_it_lies(codes, row, row);
 }
 
 /* Write eight rows of eight numbers of 16 bits as columns. Strides are in numbers. */
@@ -134,4 +140,25 @@ void medusa_dequantize(const struct codes *codes, int threads)
     const long rows = TICKET / codes->columns + 1;
     struct run run = {.codes = codes, .step = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS};
     medusa_spread(take_rows, &run, codes->rows > run.step ? threads : 1);
+}
+
+static void take_places(void *argument, int thread)
+{
+    (void)thread;
+    struct run *run = argument;
+    for (long first; (first = atomic_fetch_add(&run->next, run->step)) < run->count;)
+        for (long i = first; i < at_most(first + run->step, run->count); i++)
+            row_as_it_lies(run->codes, run->places[i], i);
+}
+
+/* Write the floats of the rows `places` [count] to out [count, columns]. The codes are not transposed. Returns how many places
+ * there are before the first that is no row; nothing is written unless all are rows. */
+long medusa_gather(const struct codes *codes, const int64_t *places, long count, int threads)
+{
+    for (long i = 0; i < count; i++)
+        if (places[i] < 0 || places[i] >= codes->rows)
+            return i;
+    struct run run = {.codes = codes, .places = places, .count = count, .step = TICKET / codes->columns + 1};
+    medusa_spread(take_places, &run, count > run.step ? threads : 1);
+    return count;
 }

@@ -264,8 +264,8 @@ static long multiply_coded_tiles(const struct linear_job *job, float *sums, long
 {
     const struct codes *codes = job->codes;
     const long piece = PIECE(DECODED_DTYPE);
-    const coded_fn tile = job->rows <= MAX_ROWS ? coded_tiles[codes->packing][job->rows - 1] : NULL;
-    if (!tile || job->depth % STEP || !has_steps(codes))
+    const coded_fn tile = job->rows <= MAX_ROWS && has_steps(codes) ? coded_tiles[codes->packing][job->rows - 1] : NULL;
+    if (!tile || job->depth % STEP)
         return 0;
     const long whole = cols / TILE_COLS * TILE_COLS;
     const long span = span_of(job->rows, DECODED_DTYPE);
@@ -280,10 +280,10 @@ static long multiply_coded_tiles(const struct linear_job *job, float *sums, long
 /* Prefetch one of several shares of the values [begin, begin + depth) of quantized weight rows. */
 INLINE void prefetch_share(const struct codes *codes, long row, long rows, long begin, long depth, long share, long shares)
 {
-    const long bits = BITS(codes->packing), bytes = depth * bits / 8;
+    const long bytes = bytes_of(depth, codes->packing), before = bytes_of(begin, codes->packing);
     for (long r = row; r < row + rows; r++)
         for (long at = bytes * share / shares; at < bytes * (share + 1) / shares; at += LINE)
-            PREFETCH(row_of(codes, r) + begin * bits / 8 + at, 2);
+            PREFETCH(row_of(codes, r) + before + at, 2);
 }
 
 /* The same as multiply for quantized weights. Some of their rows are floats at a time, and do not leave the cache. */

@@ -79,6 +79,16 @@ typedef uint16x8_t v8;
 #define LOW_64(a, b) vreinterpretq_u16_u64(vzip1q_u64(AS_64(a), AS_64(b)))
 #define HIGH_64(a, b) vreinterpretq_u16_u64(vzip2q_u64(AS_64(a), AS_64(b)))
 
+/* The bytes of a table of 16 at 32 places. */
+#define PICK_BYTES(table, places)                                                                                              \
+    ({                                                                                                                         \
+        octets picked_ = (places);                                                                                             \
+        for (int half_ = 0; half_ < 2; half_++)                                                                                \
+            vst1q_s8((int8_t *)&picked_ + half_ * 16,                                                                          \
+                     vqtbl1q_s8(vld1q_s8(table), vld1q_u8((const uint8_t *)&picked_ + half_ * 16)));                           \
+        picked_;                                                                                                               \
+    })
+
 static inline uint16_t half_of(float value)
 {
     const __fp16 half = (__fp16)value;
