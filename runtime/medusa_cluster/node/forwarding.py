@@ -59,7 +59,8 @@ class Forwarder:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         instance = self._instances.get(request.match_info["id"])
-        if instance is None or instance.port is None:
+        # One that ends would take the request and break it off, and the gateway could not know that it had not begun.
+        if instance is None or instance.port is None or instance.ending:
             error = NoInstanceError(f"this node has no instance {request.match_info['id']} that listens")
             return web.json_response(error_answer(error), status=404)
         if (connection := connection_of(request.transport)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances, RunningInstance
+from medusa_cluster.node.processes.child import Child
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import NoControllerError, UnauthorizedError, UnknownNameError
 
@@ -252,6 +254,35 @@ def test_an_instance_that_has_ended_gives_404(tmp_path: Path) -> None:
     async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
         async with session.get(f"{url}/instances/ended/echo") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "Cluster.NoInstance")
+
+    run(tmp_path, scenario)
+
+
+def test_an_instance_gets_requests_while_it_drains_but_not_once_it_ends(tmp_path: Path) -> None:
+    """What it took then it would break off, and a gateway would count that as an instance that was lost."""
+
+    async def scenario(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> None:
+        assert upstream.instances
+        instance = upstream.instances.get("i1")
+        assert instance
+        takes_long = ["sh", "-c", "trap 'sleep 3; exit' TERM; echo; while :; do sleep 0.1; done"]
+        started = asyncio.Event()
+        instance.child = Child(takes_long, dict(os.environ), Path("/dev/null"), lambda _: started.set())
+        await started.wait()
+        async with session.get(f"{url}/instances/i1/stream") as answer:
+            await answer.content.readany()
+            stop = asyncio.create_task(upstream.instances.stop("i1", 30.0))
+            await asyncio.sleep(0.2)
+            async with session.post(f"{url}/instances/i1/echo") as other:
+                assert other.status == 418
+            upstream.go_on.set()
+            assert await answer.content.read() == b"data: 2\n\n"
+        while not instance.ending:
+            await asyncio.sleep(0.01)
+        async with session.post(f"{url}/instances/i1/echo") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "Cluster.NoInstance")
+        assert not stop.done()
+        assert await stop
 
     run(tmp_path, scenario)
 
