@@ -87,10 +87,14 @@ def error_answer(error: Exception) -> dict[str, Any]:
 
 
 def result_of(answer: Any, sender: str = "the server") -> Any:
-    """Return the value in an answer. Raises the error in it instead, and ClusterError if it is no answer."""
+    """Return the value in an answer. Raises the error in it instead, and ClusterError if it is no answer of ours."""
     error = answer.get("error") if isinstance(answer, dict) else None
     if isinstance(error, dict) and isinstance(error.get("code"), str):
-        raise from_code(error["code"], str(error.get("message", "")))
+        message = str(error.get("message", ""))
+        if "." not in error["code"]:  # OpenAI's form, as of a gateway
+            text = "but perhaps a gateway: expected the port that a node was started with as --data-port"
+            raise ClusterError(f"{sender} is no node server, {text}; it answered: {message[:200]}")
+        raise from_code(error["code"], message)
     if not isinstance(answer, dict) or "ok" not in answer:
         raise ClusterError(f"expected an answer with ok or error from {sender}, found {str(answer)[:200]!r}")
     return answer["ok"]

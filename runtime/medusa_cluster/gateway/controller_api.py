@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
-from medusa_runtime.errors import MedusaError, UnreachableError
+from medusa_runtime.errors import ClusterError, MedusaError, UnauthorizedError, UnreachableError
 
 from ..json_lines import result_of
 from .routes import Routes, node_server, parse
@@ -74,6 +75,8 @@ class NodeServers:
         for url in tuple(self._urls[:_MOST_ASKED]):
             try:
                 return await self._ask(url, operation, arguments, timeout_s)
+            except json.JSONDecodeError:
+                failure = ClusterError(f"{url} is no node server: expected JSON from /cluster/{operation}")
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 failure = UnreachableError(f"the node server {url} does not answer: {error or type(error).__name__}")
             except MedusaError as error:
@@ -88,5 +91,7 @@ class NodeServers:
         async with self._session.post(
             f"{url}/cluster/{operation}", json=arguments, headers=self._headers, timeout=timeout
         ) as response:
+            if response.status == 401:
+                raise UnauthorizedError(f"{url} refused the token; expected the cluster's, see --token-file")
             answer = await response.json(content_type=None)
-        return result_of(answer, f"{url}/cluster/{operation}")
+        return result_of(answer, url)

@@ -52,7 +52,7 @@ class ControllerClient:
             async with self._session.post(url, json=arguments) as answer:
                 if answer.status == 401:
                     raise UnauthorizedError(f"{head_url} refused the token; expected the one in the head's token file")
-                return result_of(await answer.json(content_type=None))
+                return result_of(await answer.json(content_type=None), head_url)
         except MedusaError:
             raise
         except (json.JSONDecodeError, UnicodeDecodeError):

@@ -175,6 +175,8 @@ def call_failure(error: Exception, *, tls: bool) -> str:
         return f"{tls_refusal(found)}; expected one token, and --tls on every node or on none"
     if not tls and (isinstance(found, ConnectionResetError) or "disconnected" in str(found)):
         return "it closed the connection; if it was started with --tls, this needs --tls, too"
+    if type(error).__name__ == "BadStatusLine" or "Bad status line" in str(error):  # of http.client, or in aiohttp's
+        return "it does not speak HTTP"
     if isinstance(found, OSError) and found is not error and found.strerror:
         return found.strerror
     return str(error) or type(error).__name__

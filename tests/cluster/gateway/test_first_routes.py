@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from cluster_stand_in import StandIn
+from fork_server import ForkServer
 from gateway_fixtures import NAME, GatewayProcess, Instance
 from waiting import until
 
@@ -67,3 +69,24 @@ def test_a_gateway_that_stops_refuses_what_waits_for_the_first_routes(cluster: S
         found = [one.result(60) for one in asked]
     assert [status for status, _ in found] == [503, 503]
     assert any("is stopping" in answer["error"]["message"] for _, answer in found)
+
+
+def test_a_gateway_says_what_is_wrong_with_its_token_or_its_address(
+    cluster: StandIn, start_gateway: Start, cluster_fork_server: ForkServer, tmp_path: Path
+) -> None:
+    gateway = start_gateway(ready=False)
+    wrong = tmp_path / "wrong"
+    wrong.touch(0o600)
+    wrong.write_text("the-token-of-another-cluster")
+    places = {
+        f"{cluster.url} refused the token; expected the cluster's": (cluster.url, wrong),
+        f"{gateway.url} is no node server, but perhaps a gateway": (gateway.url, tmp_path / "token"),
+    }
+    for told, (url, token) in places.items():
+        started = GatewayProcess(
+            tmp_path, url.removeprefix("http://"), token, ready=False, fork_server=cluster_fork_server
+        )
+        try:
+            until(lambda told=told, started=started: told in started.output(), started.output)  # type: ignore[misc]
+        finally:
+            started.kill()

@@ -133,9 +133,13 @@ def _result(answer: bytes, where: str) -> Any:
         found = json.loads(answer)
         if "ok" in found:
             return found["ok"]
-        error = from_code(str(found["error"]["code"]), str(found["error"]["message"]))
+        code, message = str(found["error"]["code"]), str(found["error"]["message"])
     except (ValueError, KeyError, TypeError):
         raise ClusterError(f"{where} is no node server: expected JSON, found {answer[:100]!r}") from None
+    if "." not in code:
+        text = "but perhaps a gateway: expected the port that a node was started with as --data-port"
+        raise ClusterError(f"{where} is no node server, {text}; it answered: {message[:200]}")
+    error = from_code(code, message)
     if isinstance(error, NoControllerError):
         raise NoControllerError(f"{error}; running instances go on meanwhile")
     raise error

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="URL", help="checkpoint: a URL, or a path on every node")
     parser.add_argument("--engine", default="torch", metavar="NAME", help=f"one of {', '.join(_engines())}")
     parser.add_argument("--min", type=int, default=0, metavar="N", help="instances that always run (default: 0)")
-    parser.add_argument("--max", type=int, default=1, metavar="N", help="instances at most")
+    parser.add_argument("--max", type=int, metavar="N", help="instances at most (default: 1, or N of --min)")
     parser.add_argument("--ttft-slo", type=float, metavar="S", help="seconds to the first token that are wanted")
     parser.add_argument("--tpot-slo", type=float, metavar="S", help="seconds from token to token that are wanted")
     parser.add_argument("--device-kind", default="", metavar="NAME", help="start only on nodes of this --device-kind")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         "url": url,
         "engine": arguments.engine,
         "min": arguments.min,
-        "max": max(arguments.max, arguments.min),
+        "max": max(arguments.min, 1) if arguments.max is None else arguments.max,
         "ttft_slo_s": arguments.ttft_slo,
         "tpot_slo_s": arguments.tpot_slo,
         "live_scaling": arguments.live_scaling,
