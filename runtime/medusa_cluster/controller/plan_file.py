@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 from ..deployment import Deployment
 
@@ -29,8 +30,9 @@ class ClusterPlan:
 def read_plan(path: Path) -> ClusterPlan:
     """Return the plan that was written last, or an empty plan if there is none.
 
-    A file without a plan is kept under another name, and an empty plan returned. While the disk gives an error, this
-    waits: without its plan, a controller would end every instance.
+    A file without a plan is kept under another name, and an empty plan returned. One with deployments that this version
+    refuses is kept, too, and the others are returned. While the disk gives an error, this waits: without its plan, a
+    controller would end every instance.
     """
     while True:
         try:
@@ -42,16 +44,30 @@ def read_plan(path: Path) -> ClusterPlan:
             time.sleep(_AGAIN_S)
         else:
             break
+    aside, refused = path.with_suffix(".unreadable"), list[str]()
     try:
         found = json.loads(data)
-        deployments = [Deployment.from_json(item) for item in found["deployments"]]
+        deployments = list(_deployments(found["deployments"], refused))
         draining = found["draining"] if isinstance(found["draining"], dict) else dict.fromkeys(found["draining"])
-        return ClusterPlan({item.name: item for item in deployments}, draining, dict(found["versions"]))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError) as error:
-        aside = path.with_suffix(".unreadable")
+        plan = ClusterPlan({item.name: item for item in deployments}, draining, dict(found["versions"]))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         path.replace(aside)
         logger.exception("the controller's plan could not be read (%s); it is kept as %s", type(error).__name__, aside)
         return ClusterPlan()
+    if refused:
+        aside.unlink(missing_ok=True)
+        aside.hardlink_to(path)  # which is replaced when it is written, and takes no room on a disk that may be full
+        logger.error("the controller's plan is kept as %s, and used without %s", aside, "; ".join(refused))
+    return plan
+
+
+def _deployments(found: Iterable[Any], refused: list[str]) -> Iterator[Deployment]:
+    """Yield the deployments of a plan. Those that this version refuses go to ``refused``, in words."""
+    for item in found:
+        try:
+            yield Deployment.from_json(item)
+        except ConfigError as error:
+            refused.append(f"{json_excerpt(item.get('name'))} ({error})")
 
 
 def write_plan(path: Path, plan: ClusterPlan) -> None:

@@ -30,12 +30,34 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"deployments": [{"name": 1}], "draining": [], "versions": {}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"deployments": [1], "draining": [], "versions": {}}',
+        '{"deployments": [{"name": 1}], "draining": [], "versions": {}}',
+    ],
 )
 def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     assert read_plan(path) == ClusterPlan()
+    assert path.with_suffix(".unreadable").read_text() == text
+
+
+def test_a_plan_is_used_without_the_deployments_that_this_version_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of another version: the instances of the others go on."""
+    path, plan = tmp_path / "plan.json", ClusterPlan({"m": Deployment("m", "s3://b/m")}, {"n": 1.0})
+    write_plan(path, ClusterPlan({"x": Deployment("x", "s3://b/x", min=2, max=1), **plan.deployments}, plan.draining))
+    text = path.read_text()
+    for _ in range(2):
+        assert read_plan(path) == plan
+    assert 'used without "x" (expected min up to max' in caplog.text
+    write_plan(path, plan)
     assert path.with_suffix(".unreadable").read_text() == text
 
 
