@@ -163,6 +163,11 @@ class Deployment:
                 raise ConfigError(
                     f"{settings_name}: {name} is chosen for each instance by its node; expected another option"
                 )
+            if name == "handler":  # gateways have only the model's own routes
+                raise ConfigError(
+                    f"{settings_name}: handler: a deployment serves its model alone; expected a function that has it "
+                    "for its engine: medusa serve --engine cluster --handler FILE.py:NAME"
+                )
             if name not in options:
                 raise ConfigError(
                     f"{settings_name}: expected an option of medusa serve such as max_concurrency, found {name!r}"

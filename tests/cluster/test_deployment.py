@@ -79,3 +79,9 @@ def test_a_bad_flag_of_deploy_is_named(name: str, setting: str, said: str) -> No
     done = medusa("cluster", "deploy", name, "--model", "s3://b/m", "--set", setting)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_a_deployment_has_no_handler() -> None:
+    """No gateway would pass a request on to it, and instances would end as often as its load raises."""
+    with pytest.raises(ConfigError, match=r"settings: handler: .* medusa serve --engine cluster"):
+        Deployment.from_json({"name": "m", "url": "/m", "settings": {"handler": "handler.py"}})
