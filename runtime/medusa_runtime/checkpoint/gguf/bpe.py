@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain, repeat
 from math import isfinite
+from operator import mul
 from typing import Any
 
 from ...errors import ConfigError, ModelError
@@ -20,7 +21,7 @@ PRE = "tokenizer.ggml.pre"
 _SCORES = "tokenizer.ggml.scores"
 _MOST_MERGES = 1 << 21
 _LONGEST = 1000  # characters of a token that is made from others
-_MOST_CHARACTERS = 1 << 23  # of all tokens, each of which is split at each character. Gemma's tokens have 1.8 million
+_MOST_WORK = 1 << 26  # of the tokens' squared lengths, since each is split at each character. Gemma's have 11 million
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 Document = dict[str, Any]
@@ -142,20 +143,23 @@ def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
         raise vocabulary.metadata.error(_SCORES, "finite numbers", "others")
     normal = [at for at, kind in enumerate(types) if kind <= NORMAL]
     ids = {tokens[at]: at for at in normal}
-    longest, total = max(map(len, ids), default=0), sum(map(len, ids))
-    if longest > _LONGEST or total > _MOST_CHARACTERS:
+    lengths = list(map(len, ids))
+    if max(lengths, default=0) > _LONGEST or sum(map(mul, lengths, lengths)) > _MOST_WORK:
         raise ModelError(
-            f"{vocabulary.metadata.name}: expected tokens of at most {_LONGEST} characters, and {_MOST_CHARACTERS} "
-            f"together, found one of {longest}, and {total}; put the model's tokenizer.json beside the file"
+            f"{vocabulary.metadata.name}: expected tokens of at most {_LONGEST} characters, whose squared lengths are "
+            f"at most {_MOST_WORK} together, found longer ones; put the model's tokenizer.json beside the file"
         )
     normal.sort(key=scores.__getitem__, reverse=True)
-    merges = [
-        [left, right]
+    pairs = [
+        (left, right)
         for token in map(tokens.__getitem__, normal)
         for cut in range(1, len(token))
         if (left := token[:cut]) in ids and (right := token[cut:]) in ids
     ]
-    return merges, set()
+    text = "".join(ids)
+    if " " in text or "#version" in text:
+        return list(map(list, pairs)), set()
+    return list(map(" ".join, pairs)), set()
 
 
 def _model(vocabulary: Vocabulary, merges: Merges, needed: set[str], *, ignore_merges: bool = False) -> Document:
