@@ -21,6 +21,7 @@ _MODEL = "tokenizer.ggml.model"
 _TEMPLATE = "tokenizer.chat_template"
 _KINDS = ("gpt2", "llama", "gemma4")
 _MOST_TEMPLATES = 100
+_SENTENCEPIECE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # which old files leave out
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -44,6 +45,8 @@ def tokenizer_files(name: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if kind == "gpt2" and values.text(PRE) not in CHARACTER_PRE_TOKENIZERS:
         document, adds_bos = byte_level(vocabulary), pre_tokenizer(values).adds_bos
     else:
+        if kind == "llama":
+            vocabulary.find_special(_SENTENCEPIECE)
         spaces = values.flag("tokenizer.ggml.add_space_prefix")
         document = characters(vocabulary, adds_space=kind == "llama" if spaces is None else spaces)
         adds_bos = kind == "llama"

@@ -15,6 +15,7 @@ TOKENS = "tokenizer.ggml.tokens"
 TYPES = "tokenizer.ggml.token_type"
 _MOST_TOKENS = 1 << 21
 _MOST_ADDED = 50_000  # tokens that are found in a text before all others. Models have up to 7,000
+_MOST_ADDED_CHARACTERS = 1_000_000  # each takes up to 100 bytes of memory in the automaton that finds them
 
 _SPECIAL = {  # as tokenizer_config.json names them → in the key of a GGUF file
     "bos_token": "bos",
@@ -60,11 +61,21 @@ class Vocabulary:
         self.ends = self._ends()
         self.added = [at for at, kind in enumerate(self.types) if UNKNOWN <= kind <= USER_DEFINED]
         self.unused = {self.tokens[at] for at, kind in enumerate(self.types) if kind == UNUSED}
-        if len(self.added) > _MOST_ADDED:
+        characters = sum(len(self.tokens[at]) for at in self.added)
+        if len(self.added) > _MOST_ADDED or characters > _MOST_ADDED_CHARACTERS:
             raise ModelError(
                 f"{metadata.name}: expected at most {_MOST_ADDED} special tokens (type {UNKNOWN} to {USER_DEFINED} in "
-                f"{TYPES}), found {len(self.added)}; put the model's tokenizer.json beside the file"
+                f"{TYPES}) of {_MOST_ADDED_CHARACTERS} characters together, found {len(self.added)} of {characters}; "
+                "put the model's tokenizer.json beside the file"
             )
+
+    def find_special(self, texts: dict[str, str]) -> None:
+        """Find special tokens by their ``texts`` where the file has no key for them. They must be of such a type."""
+        for name, text in texts.items():
+            at = self.ids.get(text)
+            named = f"tokenizer.ggml.{_SPECIAL[name]}_token_id" in self.metadata
+            if not named and at is not None and self.types[at] in (UNKNOWN, CONTROL):
+                self.special[name] = at
 
     def added_tokens(self, stripped: dict[int, str]) -> list[dict[str, Any]]:
         """Return the tokens that are found in a text before it is split, as tokenizer.json has them.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
-from gguf_vocabulary import CONTROL, NORMAL, gguf_metadata
+from gguf_vocabulary import CONTROL, NORMAL, USER_DEFINED, gguf_metadata
 from medusa_handler.model.chat_template import ChatTemplate
 from medusa_runtime.checkpoint.gguf.tokenizer import tokenizer_files
 from medusa_runtime.engine.serving.detokenizer import Detokenizer
@@ -214,6 +216,32 @@ def test_a_user_s_text_makes_control_tokens_only_of_their_names() -> None:
     parsed_of(metadata)
 
 
+def test_runs_of_spaces_are_tokens_of_their_own_where_the_file_has_them() -> None:
+    """Gemma's are, which converters write with real spaces."""
+    metadata = of_scores(adds_space=False)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    at = tokens.index("▁▁")
+    tokens[at], types[at] = "  ", USER_DEFINED
+    found = parsed_of(metadata)
+    ids = found.encode("Hello  world", add_special_tokens=False).ids
+    assert at in ids
+    assert found.decode(ids) == "Hello  world"
+    assert found.decode([at]) == "  "
+
+
+def test_an_old_file_s_special_tokens_are_found_by_name() -> None:
+    metadata = of_scores(adds_space=True)
+    assert parsed_of(metadata).encode("H").tokens == ["<s>", "▁H"]
+    found = files_of(metadata)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert config.items() <= found["tokenizer_config.json"].items()
+    assert found["tokenizer.json"]["model"]["unk_token"] == "<unk>"
+    without = {"tokenizer.ggml.bos_token_id": 0xFFFFFFFF}
+    assert parsed_of(metadata | without).encode("H").tokens == ["▁H"]
+    metadata["tokenizer.ggml.token_type"][1] = NORMAL
+    assert parsed_of(metadata).encode("H").tokens == ["▁H"]
+
+
 def test_phi3_swallows_what_is_behind_its_markers() -> None:
     metadata = of_scores(adds_space=True)
     metadata["general.architecture"] = "phi3"
@@ -313,4 +341,53 @@ def test_work_is_bounded() -> None:
         refused(plain | scored, ModelError, "expected tokens of at most 1000 characters, .*, found longer ones")
     tokens = [str(number) for number in range(50_001)]
     special = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [CONTROL] * len(tokens)}
-    refused(plain | special, ModelError, "expected at most 50000 special tokens .*, found 50001")
+    refused(plain | special, ModelError, "expected at most 50000 special tokens .*, found 50001 of 238895")
+    special = {"tokenizer.ggml.tokens": ["a" * 1_000_001], "tokenizer.ggml.token_type": [CONTROL]}
+    refused(plain | special, ModelError, "of 1000000 characters together, found 1 of 1000001")
+
+
+@pytest.mark.parametrize("make", [of_bytes, lambda: of_scores(adds_space=True)])
+def test_whatever_a_file_says_is_refused_or_parsed(make: Callable[[], dict[str, Any]]) -> None:
+    random, original = Random(7), make()
+    strange = (
+        None,
+        True,
+        -1,
+        0,
+        3,
+        2.5,
+        float("inf"),
+        "",
+        "a",
+        " ",
+        "a b",
+        "\0",
+        "▁",
+        [],
+        ["a"],
+        [1],
+        [[]],
+        {},
+        1 << 40,
+    )
+    parsed = 0
+    for _ in range(100):
+        metadata = dict(original)
+        for key in random.choices(list(metadata), k=random.choice((1, 1, 2))):
+            value = metadata[key]
+            if isinstance(value, list) and value and random.random() < 0.8:
+                value = list(value)
+                for _ in range(random.choice((1, 1, 3))):
+                    like = [one for one in strange if type(one) is type(value[0])]
+                    value[random.randrange(len(value))] = random.choice([*like, *like, *value[:50], *strange[:4]])
+                metadata[key] = value
+            else:
+                metadata[key] = random.choice(strange)
+        try:
+            files = tokenizer_files("m.gguf", metadata)
+        except MedusaError:
+            continue
+        if files:
+            parse(files["tokenizer.json"]).encode("Hello, <|eot_id|> world 12  é")
+            parsed += 1
+    assert parsed > 10
