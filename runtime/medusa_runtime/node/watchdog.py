@@ -13,15 +13,16 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.4  # a hang is noticed at the second check, and the process has ended 3 s after it began
 _MOST_MISSED = 2
+_LATE = 1.25  # times the time between two checks
 STATUS = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Watchdog:
     """Checks now and then whether the loop goes on. If it has not for the second time, the process ends.
 
-    A process that was stopped (by SIGSTOP, or with the machine) finds only one alarm waiting when it goes on. A check
-    counts only if the process could have run for half of the time between two checks. It could not if it waited for a
-    CPU. And one that has waited for long may find one alarm waiting, and get the next one a moment later.
+    A check counts only if the process could have run for half of the time between two checks. It could not if it waited
+    for a CPU. And one that has waited for long may find one alarm waiting, and get the next one a moment later. A check
+    that comes late is the first one of a process that was stopped (by SIGSTOP, or with the machine), and now goes on.
     """
 
     def __init__(self, what: str = "the node agent", every_s: float | None = None) -> None:
@@ -43,9 +44,10 @@ class Watchdog:
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
         before_s, self._checked_s = self._checked_s, could_run_s()
-        if self._checked_s - before_s < self._every_s / 2:
+        passed_s = self._checked_s - before_s
+        if passed_s < self._every_s / 2:
             return
-        self._missed += 1
+        self._missed = 1 if passed_s > _LATE * self._every_s else self._missed + 1
         if self._missed >= _MOST_MISSED:
             where = "".join(traceback.format_stack(frame))
             logger.critical("%s has hung for %g s and ends; it was here:\n%s", self._what, self._every_s, where)

@@ -21,6 +21,7 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, stopped
+from waiting import until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.forked]
 
@@ -177,6 +178,28 @@ def test_alarms_that_come_at_once_are_one_check() -> None:
     """A process that had no CPU for a while finds an alarm waiting, and gets the next one at once."""
     ended = subprocess.run([sys.executable, "-c", ALARMS], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+STOPS_AFTER_A_MISS = """
+import os, signal, time
+from medusa_runtime.node import watchdog
+watch = watchdog.Watchdog(every_s=0.3)
+watch.start()
+while not watch._missed:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGSTOP)
+watch.beat()
+"""
+
+
+def test_a_process_that_is_stopped_just_after_it_has_missed_a_check_goes_on() -> None:
+    """Each check counts as missed until the loop comes round again, which a moment later is too late."""
+    with subprocess.Popen([sys.executable, "-c", STOPS_AFTER_A_MISS], stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: stopped(process.pid) or process.poll() is not None)
+        time.sleep(1)
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
 
 
 def test_a_stopped_prefetcher_is_ended_and_its_readers_are_told(start_node: Start, put_model: Put, origin: Any) -> None:
