@@ -13,22 +13,29 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _STOPPED_S = 1.5
+_LONGEST_CHECK_S = 0.5
 
 
 class StoppedProcesses:
-    """A watch over processes, by default over all descendants of this one. It leaves alone what a debugger holds."""
+    """A watch over processes, by default over all descendants of this one. It leaves alone what a debugger holds.
+
+    Time is counted from check to check, and each counts for half a second at most: who stops a whole node stops this
+    process, too, which is perhaps the first to go on.
+    """
 
     def __init__(self, pids: Callable[[], list[int]] | None = None) -> None:
         self._pids = pids or descendants
-        self._since: dict[int, float] = {}
+        self._stopped_s: dict[int, float] = {}  # by pid, of those that were stopped at the last check
+        self._checked = 0.0
 
     def check(self) -> None:
         """Kill the processes that were stopped at every check of the last 1.5 s."""
-        now = time.monotonic()
+        before, self._checked = self._checked, time.monotonic()
+        passed_s = min(self._checked - before, _LONGEST_CHECK_S)
         stopped = [pid for pid in self._pids() if state(pid) == "T"]
-        self._since = {pid: self._since.get(pid, now) for pid in stopped}
-        for pid, since in self._since.items():
-            if now - since > _STOPPED_S:
+        self._stopped_s = {pid: self._stopped_s.get(pid, -passed_s) + passed_s for pid in stopped}
+        for pid, stopped_s in self._stopped_s.items():
+            if stopped_s > _STOPPED_S:
                 logger.error(
                     "the process %d (%s) was stopped; killing it, so that it is started again", pid, _name(pid)
                 )
