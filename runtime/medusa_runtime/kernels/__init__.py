@@ -25,6 +25,7 @@ from medusa_runtime.kernels.quantized import QuantizedParameter
 __all__ = [
     "concatenated_linear",
     "describe",
+    "embedding",
     "has_native_products",
     "linear",
     "linears",
@@ -114,6 +115,23 @@ def concatenated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = kernel.products(rows, weights, biases)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def embedding(places: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of weight [rows, size] at ``places`` [...], integers: [..., size].
+
+    Of a quantized weight, only these rows become floats. Raises IndexError for a place that is no row.
+    """
+    kernels = native_kernels() if type(weight) is QuantizedParameter else None
+    if not isinstance(kernels, native.NativeKernels) or places.device != weight.device:  # a look: see _codes_path
+        return F.embedding(places, weight)
+    assert type(weight) is QuantizedParameter
+    codes, rows = weight.codes, places.reshape(-1).to(torch.int64)
+    out = torch.empty(len(rows), codes.shape[1], dtype=weight.floats_dtype)
+    kernels.gather(codes, rows.contiguous(), out)
+    if codes.order is not None:
+        out = torch.empty_like(out).index_copy_(1, codes.order, out)
+    return out.view(*places.shape, codes.shape[1])
 
 
 def has_native_products(dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ from medusa_runtime.errors import ModelError
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.embedding import Embedding
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
 
@@ -120,7 +121,7 @@ class Falcon(DecoderModel):
         super().__init__()
         self.config = config
         self.rope = Rope(config.rope)
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FalconLayer(config, index) for index in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)

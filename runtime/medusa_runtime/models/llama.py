@@ -12,6 +12,7 @@ from medusa_runtime.kernels import silu_gate
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.embedding import Embedding
 from medusa_runtime.models.layers.linear import Linear, project
 from medusa_runtime.models.layers.norm import RMSNorm
 from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
@@ -196,7 +197,7 @@ class Llama(DecoderModel):
         super().__init__()
         self.config = config
         self.rope = Rope(config.rope)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         programs = Programs()
         self.layers = nn.ModuleList(LlamaLayer(config, index, programs) for index in range(config.num_layers))
         self.norm = config.norm()

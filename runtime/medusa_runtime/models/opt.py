@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.embedding import Embedding
 from medusa_runtime.models.layers.linear import Linear, project
 
 POSITION_OFFSET = 2  # the first two rows of embed_positions belong to fairseq's special symbols
@@ -94,8 +95,8 @@ class OPT(DecoderModel):
         super().__init__()
         self.config = config
         hidden, narrow = config.hidden_size, config.embed_dim
-        self.embed_tokens = nn.Embedding(config.vocab_size, narrow)
-        self.embed_positions = nn.Embedding(config.max_positions + POSITION_OFFSET, hidden)
+        self.embed_tokens = Embedding(config.vocab_size, narrow)
+        self.embed_positions = Embedding(config.max_positions + POSITION_OFFSET, hidden)
         self.project_in = Linear(narrow, hidden, bias=False) if narrow != hidden else None
         self.layers = nn.ModuleList(OPTLayer(config, index) for index in range(config.num_layers))
         norm = nn.LayerNorm(hidden, elementwise_affine=config.norm_affine)

@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 from built_once import built_once
+from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.kernels import build, native
 from medusa_runtime.kernels.compiled import native_kernels
+from medusa_runtime.load.quantized.block_codes import BlockCodes
 from torch import Tensor
 
 ADDRESS, SIZE = 0x20_0000_0000, 1 << 22
@@ -164,6 +166,31 @@ def test_products_with_quantized_weights(
         call(image, emulated, "medusa_products", *pointers, *integers, dots=dots)
         error = (out[:rows].float() - expected[:rows]).abs().max() / expected.abs().max()
         assert error < 2 * torch.finfo(dtype).eps + 1e-6
+
+
+@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_with_blocks(image: Image, emulated: Path, here: native.NativeKernels, kind: str, dots: bool) -> None:
+    """Their floats have the same bits on both machines, and so have products of one row and of many."""
+    cols, depth, block = 37, 512, BLOCKS[kind]
+    octets = torch.randint(0, 120, (cols, depth // block.values * block.size_bytes), dtype=torch.uint8)
+    codes: Any = BlockCodes(image.place(octets), kind).kept(torch.bfloat16)
+    found, floats = image.place(torch.zeros(cols, depth)), torch.zeros(cols, depth)
+    here.dequantize(codes.codes, floats)
+    job = image.place(codes.codes.job(found, 0, native.DTYPES[torch.float32]))
+    call(image, emulated, "medusa_dequantize", ctypes.addressof(job), THREADS)
+    assert torch.equal(found, floats)
+    part = native._Part(cols=cols, codes=ctypes.addressof(image.place(codes.codes._struct)))
+    x, out = made(image, 20, depth, dtype=torch.bfloat16), image.place(torch.zeros(20, cols, dtype=torch.bfloat16))
+    place = ctypes.addressof(image.place((native._Part * 1)(part)))
+    alone = None
+    for rows in (1, 20):
+        pointers, integers = (out.data_ptr(), x.data_ptr(), place, 1, 0), (rows, depth, depth, 0, 0, THREADS)
+        call(image, emulated, "medusa_products", *pointers, *integers, dots=dots)
+        alone = out[0].clone() if alone is None else alone
+        assert torch.equal(out[0], alone)
+    expected = here.linear(x.float(), floats, None)
+    assert (out.float() - expected).abs().max() / expected.abs().max() < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from medusa_runtime.kernels import rms_norm, silu_gate
 
+from ..layers.embedding import Embedding
 from ..layers.linear import Linear, project
 from .faster_attention import use_our_attention
 from .trials import SCALES, Tried, kind_of
@@ -27,7 +28,8 @@ _TRIED = 32  # elements of a row of the input with which a class is tried
 
 
 def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module compute with our kernels: its linear layers, norms, gated perceptrons and attention.
+    """Let a module compute with our kernels: its linear layers, embeddings, norms, gated perceptrons and
+    attention.
 
     ``dtype`` is the dtype in which the classes are tried.
     """
@@ -35,6 +37,8 @@ def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
     for part in list(module.modules()):
         if type(part) is nn.Linear:
             part.__class__ = Linear
+        elif type(part) is nn.Embedding and part.max_norm is None:
+            part.__class__ = Embedding
     for part in list(module.modules()):
         _use_our_norm(part, dtype, tried)
         for names in _TOGETHER:

@@ -43,14 +43,22 @@ INLINE float half_at(const uint8_t *p)
 }
 
 #define EVERY(byte) (0x0101010101010101u * (byte))
+#define EVERY_OF_4(byte) (0x01010101u * (byte))
 
-/* Read the scales of a block's groups, and what is added to their products: the minimum with its sign changed. */
+/* Write small integers times a factor. Whole vectors are read and written. */
+INLINE void scaled(const int8_t *integers, long count, float factor, float *restrict to)
+{
+    for (long i = 0; i < count; i += LANES)
+        STORE(to + i, MUL(TO_FLOAT(WIDEN_SIGNED(integers + i)), SPLAT(factor)));
+}
+
+/* Read the scales of a block's groups, and what is added to their products: the minimum with its sign changed. There is room for
+ * MOST_GROUPS numbers. */
 INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *restrict low, const int packing)
 {
     uint32_t words[4];
     uint64_t pair[2];
-    int8_t small[MOST_GROUPS];
-    uint8_t minima[MOST_GROUPS];
+    int8_t small[2][MOST_GROUPS] = {{0}};
     switch (packing) {
     case Q4_1:
     case Q5_1:
@@ -64,24 +72,22 @@ INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *re
     case Q4_K:
     case Q5_K:
         memcpy(words, block + 4, 12);
-        words[3] = (words[2] >> 4 & (uint32_t)EVERY(15)) | (words[1] >> 2 & (uint32_t)EVERY(48));
-        words[2] = (words[2] & (uint32_t)EVERY(15)) | (words[0] >> 2 & (uint32_t)EVERY(48));
-        words[0] &= (uint32_t)EVERY(63);
-        words[1] &= (uint32_t)EVERY(63);
-        memcpy(small, words, 4);
-        memcpy(small + 4, words + 2, 4);
-        memcpy(minima, words + 1, 4);
-        memcpy(minima + 4, words + 3, 4);
-        for (int i = 0; i < 8; i++)
-            scale[i] = half_at(block) * (float)small[i];
-        for (int i = 0; i < 8; i++)
-            low[i] = -half_at(block + 2) * (float)minima[i];
+        pair[0] = (words[0] & EVERY_OF_4(63)) |
+                  (uint64_t)((words[2] & EVERY_OF_4(15)) | (words[0] >> 2 & EVERY_OF_4(48))) << 32;
+        pair[1] = (words[1] & EVERY_OF_4(63)) |
+                  (uint64_t)((words[2] >> 4 & EVERY_OF_4(15)) | (words[1] >> 2 & EVERY_OF_4(48))) << 32;
+        memcpy(small[0], pair, 8);
+        memcpy(small[1], pair + 1, 8);
+        scaled(small[0], 8, half_at(block), scale);
+        scaled(small[1], 8, -half_at(block + 2), low);
         return;
     case Q2_K:
         for (int i = 0; i < 16; i++)
-            scale[i] = half_at(block + 80) * (float)(block[i] & 15);
+            small[0][i] = block[i] & 15;
         for (int i = 0; i < 16; i++)
-            low[i] = -half_at(block + 82) * (float)(block[i] >> 4);
+            small[1][i] = (int8_t)(block[i] >> 4);
+        scaled(small[0], 16, half_at(block + 80), scale);
+        scaled(small[1], 16, -half_at(block + 82), low);
         return;
     case Q3_K: /* four bits of each scale, then the two above them */
         memcpy(pair, block + 96, 8);
@@ -91,20 +97,16 @@ INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *re
         pair[0] = (pair[0] & EVERY(15)) | ((words[0] | (uint64_t)words[1] << 32) & EVERY(3)) << 4;
         memcpy(small, pair, 16);
         for (int i = 0; i < 16; i++)
-            scale[i] = half_at(block + 108) * (float)(small[i] - 32);
+            small[0][i] -= 32;
+        scaled(small[0], 16, half_at(block + 108), scale);
         return;
-    case Q6_K:
-        for (int i = 0; i < 16; i++)
-            scale[i] = half_at(block + 208) * (float)(int8_t)block[192 + i];
-        return;
+    case Q6_K: scaled((const int8_t *)block + 192, 16, half_at(block + 208), scale); return;
     case IQ4_XS:
-        for (int i = 0; i < 8; i++) {
-            const int high = (block[2] | block[3] << 8) >> 2 * i & 3;
-            scale[i] = half_at(block) * (float)((block[4 + i / 2] >> i % 2 * 4 & 15) + high * 16 - 32);
-        }
+        for (int i = 0; i < 8; i++)
+            small[0][i] = (int8_t)((block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2] | block[3] << 8) >> 2 * i & 3) * 16 - 32);
+        scaled(small[0], 8, half_at(block), scale);
         return;
-    default:
-        scale[0] = half_at(block);
+    default: scale[0] = half_at(block);
     }
 }
 
@@ -215,7 +217,8 @@ INLINE void decode_format(const uint8_t *block, long count, void *restrict out, 
     case packing: decode_format(block, count, out, packing, dtype); break;
 
 /* The same for a format that is known only now. */
-INLINE void decode_blocks(const uint8_t *block, long count, void *restrict out, int packing, const int dtype)
+static __attribute__((noinline)) void decode_blocks(const uint8_t *block, long count, void *restrict out, int packing,
+                                                    const int dtype)
 {
     switch (packing) { EACH_BLOCK_FORMAT(DECODE_CASE) }
 }

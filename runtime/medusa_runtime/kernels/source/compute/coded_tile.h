@@ -73,6 +73,84 @@ INLINE void coded_tile(const struct codes *codes, const char *x, long row, long 
             sums[r * sums_stride + c] += SUM(acc[r][c]);
 }
 
+/* The numbers of the groups of a piece of a row of blocks, and room for a vector. */
+struct piece_numbers {
+    float scale[DECODED / 16 + LANES], low[DECODED / 16 + LANES];
+};
+
+/* The same for rows of blocks. */
+INLINE void block_tile(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
+                       long sums_stride, const int packing, const int rows)
+{
+    vf acc[MAX_ROWS][TILE_COLS];
+    struct piece_numbers numbers[TILE_COLS];
+    int8_t unpacked[TILE_COLS][PART] __attribute__((aligned(PART)));
+    const long values = block_values(packing), size = block_bytes(packing), wide = group_values(packing);
+    const long row_bytes = codes->columns / values * size, part_bytes = size * PART / values;
+    const long ahead = (1 + AHEAD / (TILE_COLS * row_bytes)) * TILE_COLS * row_bytes;
+    const long fetched = part_bytes * 4 <= LINE ? 4 : part_bytes * 2 <= LINE ? 2 : 1; /* parts of about a line */
+    const uint8_t *block = row_of(codes, row) + bytes_of(begin, packing);
+    for (int c = 0; c < TILE_COLS; c++)
+        for (long number = 0; number < depth / values; number++)
+            block_numbers(block + c * row_bytes + number * size, numbers[c].scale + number * (values / wide),
+                          numbers[c].low + number * (values / wide), packing);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < TILE_COLS; c++)
+            acc[r][c] = ZERO();
+    for (long k = 0, part = 0; k < depth; k += PART) {
+        if (part % fetched == 0)
+#pragma GCC unroll 8
+            for (int c = 0; c < TILE_COLS; c++) /* the weights of the next tiles: see tile */
+                PREFETCH(block + c * row_bytes + part * part_bytes + ahead, NEAR);
+        const int8_t *integers[TILE_COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < TILE_COLS; c++) {
+            integers[c] = packing == Q8_0 ? (const int8_t *)block + c * row_bytes + 2 : unpacked[c];
+            if (packing != Q8_0)
+                unpack_part(block + c * row_bytes, part, unpacked[c], packing);
+        }
+        __asm__ volatile("" : "+m"(unpacked)); /* widen from memory, which costs less than from a register */
+        const long first = k / wide;
+#pragma GCC unroll 8
+        for (int i = 0; i < PART; i += STEP) {
+            const char *here = x + (k + i) * rows * packed_size(DECODED_DTYPE);
+#pragma GCC unroll 8
+            for (int c = 0; c < TILE_COLS; c++) {
+                vf weights[2];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    const long at = i + half * LANES, group = first + at / wide;
+                    const vf low = has_minimum(packing) ? SPLAT(numbers[c].low[group]) : ZERO();
+                    weights[half] = part_floats(integers[c] + at, SPLAT(numbers[c].scale[group]), low, packing);
+                }
+#ifdef DOT_BF16
+                const vi narrow_weights = TO_BF16(weights[0], weights[1]);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    acc[r][c] = DOT_BF16(acc[r][c], narrow_weights, LOAD_INT(here + r * STEP * 2));
+#else
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+                        acc[r][c] = FMA(weights[half], LOAD((const float *)here + r * STEP + half * LANES), acc[r][c]);
+#endif
+            }
+        }
+        if (++part == values / PART) {
+            part = 0;
+            block += size;
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < TILE_COLS; c++)
+            sums[r * sums_stride + c] += SUM(acc[r][c]);
+}
+
 /* Functions of their own, so that each has all registers. */
 typedef void (*coded_fn)(const struct codes *, const char *x, long row, long begin, long depth, float *sums, long sums_stride);
 
@@ -80,7 +158,7 @@ typedef void (*coded_fn)(const struct codes *, const char *x, long row, long beg
     static __attribute__((noinline)) void coded_##packing##_##rows(const struct codes *codes, const char *x, long row,         \
                                                                    long begin, long depth, float *sums, long sums_stride)      \
     {                                                                                                                          \
-        coded_tile(codes, x, row, begin, depth, sums, sums_stride, packing, rows);                                             \
+        (IS_BLOCKS(packing) ? block_tile : coded_tile)(codes, x, row, begin, depth, sums, sums_stride, packing, rows);         \
     }
 #define CODED_NAME(packing, rows) coded_##packing##_##rows,
 /* Apply a macro to a packing with each number of rows that one tile may have. */
@@ -98,9 +176,13 @@ EACH(CODED, SIGNED)
 EACH(CODED, NIBBLES)
 EACH(CODED, E4M3)
 EACH(CODED, E2M1)
+#define CODED_BLOCKS(packing) EACH(CODED, packing)
+#define CODED_BLOCKS_NAME(packing) [packing] = {EACH(CODED_NAME, packing)},
+EACH_BLOCK_FORMAT(CODED_BLOCKS)
 static const coded_fn coded_tiles[][MAX_ROWS] = {
     [SIGNED] = {EACH(CODED_NAME, SIGNED)},
     [NIBBLES] = {EACH(CODED_NAME, NIBBLES)},
     [E4M3] = {EACH(CODED_NAME, E4M3)},
     [E2M1] = {EACH(CODED_NAME, E2M1)},
+    EACH_BLOCK_FORMAT(CODED_BLOCKS_NAME)
 };

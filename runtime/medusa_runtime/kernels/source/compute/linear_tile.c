@@ -264,8 +264,8 @@ static long multiply_coded_tiles(const struct linear_job *job, float *sums, long
 {
     const struct codes *codes = job->codes;
     const long piece = PIECE(DECODED_DTYPE);
-    const coded_fn tile = job->rows <= MAX_ROWS && has_steps(codes) ? coded_tiles[codes->packing][job->rows - 1] : NULL;
-    if (!tile || job->depth % STEP)
+    const coded_fn tile = job->rows <= MAX_ROWS ? coded_tiles[codes->packing][job->rows - 1] : NULL;
+    if (!tile || job->depth % STEP || !(IS_BLOCKS(codes->packing) || has_steps(codes)))
         return 0;
     const long whole = cols / TILE_COLS * TILE_COLS;
     const long span = span_of(job->rows, DECODED_DTYPE);
