@@ -35,6 +35,7 @@ def test_the_dockerfile_of_a_folder(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "Dockerfile").write_text("FROM scratch\n")
     assert build(folder, "--show").stdout == "FROM scratch\n"
+    assert "expected neither --handler nor --model with it" in build(folder, "--show", "--model", "").stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deploying import deploy
+from deploying import deploy, refused
 
 
 @pytest.mark.parametrize("model", ["./folder", "/models/qwen", "file:///models/qwen", "org/name"])
@@ -18,3 +18,10 @@ def test_an_address_that_no_store_reads_is_pointed_at() -> None:
     done = deploy("knative", "qwen", "--image=qwen:1", "--model=htps://host/qwen")
     assert (done.returncode, "unknown scheme htps://; expected one of" in done.stderr) == (0, True)
     assert not deploy("knative", "qwen", "--image=qwen:1", "--model=az://container/qwen").stderr
+
+
+@pytest.mark.parametrize("platform", ["knative", "openfaas"])
+@pytest.mark.parametrize("flag", ["--model", "--handler"])
+def test_an_empty_model_or_handler_is_refused(platform: str, flag: str) -> None:
+    for value in ("", " "):
+        assert f"{flag}: expected " in refused(platform, "qwen", "--image=example/qwen:1", f"{flag}={value}")

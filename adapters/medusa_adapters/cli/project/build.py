@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = folder / "Dockerfile"
     if own.is_symlink() and not own.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"expected {own} inside of the folder, found a link to {own.resolve()}")
-    if own.is_file() and (arguments.handler or arguments.model):
+    if own.is_file() and (arguments.handler is not None or arguments.model is not None):
         raise ConfigError(f"{own} says what is in the image; expected neither --handler nor --model with it")
     text = own.read_text() if own.is_file() else dockerfile(folder, arguments.base, arguments.handler, arguments.model)
     if arguments.show:

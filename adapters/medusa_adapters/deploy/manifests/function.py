@@ -78,9 +78,8 @@ def parse_function(arguments: argparse.Namespace, *, platform: str, timeout_s: i
             f"--timeout-s={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no "
             "first request could be answered; raise the timeout or make the start faster"
         )
-    given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
     env = {"MEDUSA_PLATFORM": platform}
-    env |= {variable: value for variable, value in given.items() if value is not None}
+    env |= _given(arguments)
     env |= {"MEDUSA_HOLD": str(hold_s(measured, timeout_s))}
     if platform != "openfaas":  # which sets it with max_inflight
         env |= {"MEDUSA_MAX_CONCURRENCY": str(arguments.concurrency)}
@@ -89,6 +88,18 @@ def parse_function(arguments: argparse.Namespace, *, platform: str, timeout_s: i
     return Function(
         arguments.name, values.image(arguments.image), arguments.concurrency, timeout_s, env=env, measured=measured
     )
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of the flags that were given. Raises ConfigError for an empty text."""
+    for flag, value, expected in (
+        ("--model", arguments.model, "a checkpoint's folder or URL"),
+        ("--handler", arguments.handler, "file.py:name or module:name"),
+    ):
+        if value is not None and not value.strip():
+            raise ConfigError(f"{flag}: expected {expected}, found an empty text; without the flag, the image decides")
+    given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
+    return {variable: value for variable, value in given.items() if value is not None}
 
 
 def _check_environment(env: Mapping[str, str], platform: str) -> None:
