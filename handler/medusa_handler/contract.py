@@ -94,6 +94,17 @@ def describe_json_error(body: bytes, error: ValueError) -> str:
     return f"something else at line {error.lineno}, column {error.colno}"
 
 
+def content_encoding(header: str) -> str:
+    """Return how a body is compressed, such as "gzip", from its Content-Encoding; empty if it is not."""
+    found = header.strip().lower()
+    return "" if found == "identity" else found
+
+
+def expected_plain_body(encoding: str) -> str:
+    """Return the message for a body that is compressed."""
+    return f"expected the body as it is, found it encoded ({encoding[:60]}); send it uncompressed"
+
+
 @dataclass(frozen=True)
 class Request:
     """One HTTP request. ``query`` has the first value of each parameter.
@@ -118,18 +129,20 @@ class Request:
 
     @property
     def json(self) -> Any:
-        """The body as JSON. Raises HttpError 400 when it is not."""
+        """The body as JSON. Raises HttpError 400 when it is not, and 415 when it is compressed."""
         try:
             return load_json(self.body)
         except RecursionError:
             raise HttpError(400, "expected a JSON body: it is nested too deeply") from None
         except ValueError as error:
+            if encoding := content_encoding(self.headers.get("Content-Encoding", "")):
+                raise HttpError(415, expected_plain_body(encoding)) from None
             found = describe_json_error(self.body, error)
             raise HttpError(400, f"expected a JSON body, found {found}") from None
 
     @property
     def object(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises HttpError 400 when it is not."""
+        """The body as a JSON object. Raises the errors of ``json``, and HttpError 400 for any other JSON."""
         found = self.json
         if not isinstance(found, dict):
             raise HttpError(400, f"expected a JSON object, found {json_kind(found)}")

@@ -13,7 +13,7 @@ from medusa_runtime.bounded_json import VALUE_BYTES, count_values
 from medusa_runtime.errors import json_kind
 from werkzeug.exceptions import ClientDisconnected
 
-from ..contract import Headers, Request, describe_json_error, load_json
+from ..contract import Headers, Request, content_encoding, describe_json_error, expected_plain_body, load_json
 from ..faults import ApiError
 from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 from .origins import listed_origins
@@ -145,9 +145,20 @@ def current_request() -> Request:
     )
 
 
+def refuse_encoded() -> None:
+    """Refuse the current request if its body is compressed. Raises ApiError 415.
+
+    A thousand times as many bytes may be in such a body, and no client of these routes compresses what it sends.
+    """
+    if encoding := content_encoding(request.headers.get("Content-Encoding", "")):
+        raise ApiError(415, expected_plain_body(encoding), code="bad_content_encoding")
+
+
 def json_object() -> dict[str, Any]:
-    """Return the current request's body as a JSON object. Raises ApiError 400."""
-    return as_json_object(read_body())
+    """Return the current request's body as a JSON object. Raises ApiError 400, and 415 if it is compressed."""
+    body = read_body()
+    refuse_encoded()
+    return as_json_object(body)
 
 
 def as_json_object(data: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from flask import Blueprint, Response, request
 from ..contract import Request
 from ..contract import Response as UserResponse
 from ..faults import ApiError
-from .body import current_request, refuse_pages_unasked
+from .body import current_request, refuse_encoded, refuse_pages_unasked
 from .environ import ARRIVAL
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def _add_model(routes: Blueprint, service: Service, infer: Infer, runner: Reques
     def view() -> Response:
         def answer() -> Response:
             refuse_pages_unasked(service.settings.cors_origins)
+            refuse_encoded()
             user_request, is_disconnected = _request(service), runner.disconnect_check()
             response = infer(service, user_request, is_disconnected)
             if platform.translate_result is None or response.is_streamed:
