@@ -129,6 +129,18 @@ def test_a_recurrent_model_is_refused() -> None:
         model_config({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
 
+def test_a_type_of_layer_that_a_class_has_no_code_for_is_refused() -> None:
+    """transformers takes any type that one of its models has, and then fails in the first forward."""
+    pytest.importorskip("transformers.models.olmo3")
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    raw = sizes | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "eos_token_id": 1}
+    types = ["full_attention", "sliding_attention"]
+    assert model_config(raw | {"layer_types": types}).num_layers == 2
+    expected = "layer_types to be of sliding_attention or full_attention, which Olmo3ForCausalLM has, found 'chunked"
+    with pytest.raises(ConfigError, match=expected):
+        model_config(raw | {"layer_types": ["full_attention", "chunked_attention"]})
+
+
 def test_a_model_that_chooses_its_keys_is_refused() -> None:
     pytest.importorskip("transformers.models.deepseek_v32")
     with pytest.raises(ModelError, match="DeepseekV32ForCausalLM attends to keys that an index chooses"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
@@ -32,8 +35,8 @@ class TransformersConfig(ModelConfig):
     def of(cls, raw: Mapping[str, Any]) -> Self:
         """Read a parsed config.json.
 
-        Raises the errors of ``catalog.find_class``, ConfigError for a config.json that transformers refuses, and
-        ModelError for layers of different sizes.
+        Raises the errors of ``catalog.find_class``, ConfigError for a config.json that transformers refuses or
+        that has layers of types which the class has no code for, and ModelError for layers of different sizes.
         """
         found = find_class(raw)
         config = own_config(found, raw)
@@ -53,6 +56,7 @@ class TransformersConfig(ModelConfig):
         heads, hidden = config.num_attention_heads, config.hidden_size
         if config.num_hidden_layers > MOST_LAYERS:  # under another name
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
+        _check_layer_types(found, config, fields)
         if (kv_heads := _kv_heads(config, heads)) < 1 or heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
         chosen = getattr(config, "num_experts_per_tok", None)
@@ -108,6 +112,21 @@ def own_config(found: TransformersClass, raw: Mapping[str, Any]) -> Any:
         return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
     except Exception as error:
         raise refused(found.name, error) from error
+
+
+def _check_layer_types(found: TransformersClass, config: Any, fields: Fields) -> None:
+    """Raise ConfigError for a type of layer that a class has no code for, which its first forward would not find.
+
+    Such a class has a mask for each type, by the name that stands in its source. transformers itself only checks that
+    one of its classes has the type.
+    """
+    source = Path(str(sys.modules[own_class(found).__module__].__file__)).read_text()
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if "mask_mapping[" not in source:  # it does not look at the types
+        return
+    own = dict.fromkeys(re.findall(r'"(\w+_attention)"', source))
+    if own and (unknown := [one for one in types if f'"{one}"' not in source]):
+        raise fields.error("layer_types", f"of {' or '.join(own)}, which {found.name} has", unknown[0])
 
 
 def refused(name: str, error: Exception) -> ConfigError:
