@@ -189,8 +189,8 @@ def test_the_work_for_a_text_grows_with_its_length(first: str, unit: str) -> Non
         read(itertools.chain([first], itertools.repeat(unit, count)))
         return time.process_time() - began
 
-    ratios = [cpu_s(10_000) / cpu_s(500) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
-    assert min(ratios) < 80
+    # 20 if it grows with the length, 400 with its square; one try of three shows it
+    assert any(cpu_s(10_000) / cpu_s(500) < 80 for _ in range(3))
 
 
 def test_an_answer_may_have_begun_in_the_prompt() -> None:

@@ -86,8 +86,8 @@ def test_the_work_for_a_text_grows_with_its_length(place: Any, character: str) -
         assert sum(len(reasoning) + len(content) for reasoning, content in found) == length
         return time.process_time() - began
 
-    ratios = [cpu_s(100_000) / cpu_s(5_000) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
-    assert min(ratios) < 60
+    # 20 if it grows with the length, 400 with its square; one try of three shows it
+    assert any(cpu_s(100_000) / cpu_s(5_000) < 60 for _ in range(3))
 
 
 QWEN3 = "{{- '<think>\\n' + reasoning_content + '\\n</think>\\n\\n' + content }} <tool_call>"

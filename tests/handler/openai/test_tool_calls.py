@@ -138,8 +138,8 @@ def test_the_work_for_a_text_grows_with_its_length(make: Callable[[], ToolParser
         assert len(content) == length
         return time.process_time() - began
 
-    ratios = [cpu_s(400_000) / cpu_s(20_000) for _ in range(3)]  # 20 if it grows with the length, 400 with its square
-    assert min(ratios) < 60
+    # 20 if it grows with the length, 400 with its square; one try of three shows it
+    assert any(cpu_s(400_000) / cpu_s(20_000) < 60 for _ in range(3))
 
 
 def test_the_format_is_the_templates() -> None:
