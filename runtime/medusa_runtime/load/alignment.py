@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,10 +29,15 @@ def must_move(tensor: Tensor) -> bool:
 
     Only products of float32 and float64 can differ.
     """
-    if tensor.dtype not in (torch.float32, torch.float64) or tensor.data_ptr() % ALLOCATED_BYTES == 0:
+    return must_move_from(tensor.data_ptr(), tensor.dtype, tensor.shape)
+
+
+def must_move_from(address: int, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Return the same of a tensor of this dtype and shape that would lie at ``address``."""
+    if dtype not in (torch.float32, torch.float64) or address % ALLOCATED_BYTES == 0:
         return False
-    is_kernel = tensor.dim() > 3 and math.prod(tensor.shape[2:]) > 1
-    return not is_kernel and tensor.data_ptr() % needed_bytes() != 0
+    is_kernel = len(shape) > 3 and math.prod(shape[2:]) > 1
+    return not is_kernel and address % needed_bytes() != 0
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class Applier:
         self.dtype = dtype
         self.quantization = quantization
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
+        self.moves_unaligned = False  # whether tensors move to addresses at which products are exact (``alignment.py``)
         self._divide = divide
         self._places: dict[str, Place] = {}
 
@@ -129,6 +131,15 @@ class Applier:
         if place.is_buffer and same_memory(value, tensor):
             value = value.clone()  # the forward may write to it, so it is never a view
         return not same_memory(self.assign(place, self.as_parameter(place, value)), tensor)
+
+    def copied_bytes(self, place: Place, dtype: torch.dtype, shape: Sequence[int], address: int) -> int:
+        """Return how many bytes ``apply`` copies of a tensor of this dtype and shape; 0 where the module gets a view.
+
+        ``address`` is where the tensor lies, or a number with the same low bits.
+        """
+        wanted = self.dtype or dtype if dtype.is_floating_point else dtype
+        is_view = wanted == dtype and not place.is_buffer and address % dtype.itemsize == 0
+        return 0 if is_view else math.prod(shape) * wanted.itemsize
 
     def as_parameter(self, place: Place, value: Tensor) -> Tensor:
         """Return ``value`` in the form in which the module holds it: as a parameter, unless this place is a buffer."""

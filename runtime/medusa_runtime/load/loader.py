@@ -19,8 +19,10 @@ from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.container_limits import peak_bytes
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
+from medusa_runtime.load.copies import check_memory, copied_bytes
 from medusa_runtime.load.gate import Gate
 from medusa_runtime.load.host_load import HostLoad
+from medusa_runtime.load.plan import Plan
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -184,10 +186,21 @@ class Loader:
             start = time.monotonic_ns()
             self._applier.apply(place, value)
             self._backlog.mark_applied(place, start)
+        if self._upload is None:
+            self._check_memory(index, plan)
         self._region.check_whole()
         if self._release and (unneeded := self._applier.unneeded(index, plan.todo)):
             self._tensors.release_unread(unneeded)
         self._load.run(self._check_closing)
+
+    def _check_memory(self, index: WeightIndex, plan: Plan) -> None:
+        """Raise TooLargeError if there is no memory for the copies that the plan needs."""
+        copied = copied_bytes(index, plan.todo, self._applier)
+        # With ``release``, what is copied leaves the region.
+        to_come = 0 if self._release else max(index.region_bytes - self._region.fetched_bytes, 0)
+        stages = [] if self._timeline is None else self._timeline.stages()
+        is_first = [stage.name for stage in stages].count("plan") <= 1
+        check_memory(copied, to_come, is_first=is_first, check=self._check_closing)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({}) if self._timeline is None else self._timeline.stage(name)

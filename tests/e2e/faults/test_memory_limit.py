@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +25,17 @@ def handle(request):
     taken = []
     while True:
         taken.append(b"x" * 50_000_000)
+"""
+_MODULE = """
+from torch import nn
+
+class Handler:
+    def load(self, context):
+        layers = (nn.Linear(5000, 2500, bias=False) for _ in range(12))
+        self.module = context.weights.build(lambda: nn.Sequential(*layers))
+
+    def predict(self, request):
+        return "never"
 """
 
 pytestmark = pytest.mark.slow
@@ -63,6 +76,34 @@ def test_a_model_that_does_not_fit_is_refused_and_nothing_is_killed(
     assert serving.process.wait(240) == 2
     assert "of free memory beside the weights" in serving.output()
     assert "give the container more memory [Config.Invalid]" in serving.output()
+    assert group.kills() == 0
+
+
+@pytest.mark.parametrize("group", [400], indirect=True)
+def test_a_module_whose_weights_have_to_be_copied_is_refused_and_nothing_is_killed(
+    group: MemoryGroup, start: Start, tmp_path: Path
+) -> None:
+    """They lie in a local file, which takes no memory, at addresses with which products have other bits."""
+    size = 2500 * 5000 * 4
+    header: dict[str, Any] = {
+        f"{number}.weight": {
+            "dtype": "F32", "shape": [2500, 5000], "data_offsets": [number * size, (number + 1) * size]
+        }
+        for number in range(12)
+    }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)  # with its length, eight bytes, in front of it
+    (tmp_path / "config.json").write_text("{}")
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 12 * size)
+    (tmp_path / "handler.py").write_text(_MODULE)
+    serving = start(
+        "--engine", "none", "--model", tmp_path, "--handler", f"{tmp_path}/handler.py", wrapper=group.inside
+    )  # fmt: skip
+    assert serving.process.wait(240) == 1
+    assert "600 MB of the weights have to be copied" in serving.output()
+    assert "--convert) [Weights.TooLarge]" in serving.output()
     assert group.kills() == 0
 
 

@@ -13,7 +13,9 @@ from ...config import Settings
 from ...container_limits import memory_available_bytes
 from ...kernels import cpu, native
 from ...kernels.compiled import native_kernels
+from ...load.alignment import must_move_from
 from ...load.applier import Applier
+from ...load.copies import low_address
 from ...models import ModelConfig
 from ...region.reader import Region
 from ...state.kv_plan import (
@@ -55,7 +57,9 @@ def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: to
 
 
 def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int:
-    """Return the bytes that are made of tensors: copies in another dtype, and what quantized weights take beside."""
+    """Return the bytes that are made of tensors: copies in another dtype or at another address, and what quantized
+    weights take beside.
+    """
     made, plain = 0, set(index.tensors)
     if applier.quantization is not None:
         from ...load.quantized.tensors import DequantizedIndex
@@ -66,8 +70,14 @@ def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int
         made = sum(index.made_bytes(name, dtype, keep_codes=name in staying) for name in stored)
         plain -= stored
     own = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    casts = (index.tensors[name] for name in plain if index.tensors[name].dtype != own)
-    return made + sum(math.prod(entry.shape) * dtype.itemsize for entry in casts)
+    entries = (index.tensors[name] for name in plain)
+    copied = (
+        entry
+        for entry in entries
+        if entry.dtype != own
+        or (applier.moves_unaligned and must_move_from(low_address(index, entry), dtype, entry.shape))
+    )
+    return made + sum(math.prod(entry.shape) * dtype.itemsize for entry in copied)
 
 
 def geometry(shape: KvShape, max_positions: int) -> Geometry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.aliasing import aliased
-from medusa_runtime.load.alignment import must_move
+from medusa_runtime.load.alignment import must_move, must_move_from
 from medusa_runtime.load.applier import Applier, same_memory
 from medusa_runtime.load.factory.load_hooks import with_load_hooks
 from medusa_runtime.load.factory.options import BuildOptions
@@ -32,6 +33,7 @@ class FactoryApplier(Applier):
         super().__init__(module, dtype=options.dtype, rename=_rename(module, options))
         self._factory = factory
         self._options = options
+        self.moves_unaligned = options.exact
         self._device = None if options.device is None else torch.device(options.device)
         # The tensors that the factory made. Anything that the user's code puts in the module later is left as it is.
         self._places = places(module)
@@ -106,6 +108,22 @@ class FactoryApplier(Applier):
             value = value.clone()  # the forward may write to it, so it is never a view
         value = self.assign(place, place.tensor if filled else self.as_parameter(place, value))
         return filled or is_lazy(value) or not same_memory(value, tensor)
+
+    def copied_bytes(self, place: Place, dtype: torch.dtype, shape: Sequence[int], address: int) -> int:
+        if self._device is not None and self._device.type != "cpu":
+            return 0
+        own, options = place.tensor.dtype, self._options
+        wanted = self.dtype or own if own.is_floating_point and dtype.is_floating_point else own
+        is_copied = (
+            place.is_buffer
+            or place in self._in_place
+            or wanted != dtype
+            or options.copy
+            or (options.memory_format is not None and len(shape) == 4)
+            or (options.exact and must_move_from(address, dtype, shape))
+            or address % dtype.itemsize
+        )
+        return math.prod(shape) * wanted.itemsize if is_copied else 0
 
     def as_parameter(self, place: Place, value: Tensor) -> Tensor:
         if place.is_buffer or is_lazy(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,11 @@ class TransformersApplier(FactoryApplier):
 
     def takes_codes(self, place: Place) -> bool:
         return place not in self._fused and super().takes_codes(place)
+
+    def copied_bytes(self, place: Place, dtype: torch.dtype, shape: Sequence[int], address: int) -> int:
+        if place not in self._fused:
+            return super().copied_bytes(place, dtype, shape, address)
+        return math.prod(shape) * place.tensor.dtype.itemsize
 
     def apply(self, place: Place, tensor: Tensor) -> bool:
         if place not in self._fused:
