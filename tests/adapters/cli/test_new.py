@@ -29,6 +29,7 @@ ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 ANSWERS = {
     "chat": "data: [DONE]",
     "embed": '"embeddings"',
+    "entities": '"text": "London"',
     "classify": '"label": "de"',
     "stream": '{"total": 3}',
     "cloudevent": '"total": 5.0',
@@ -39,6 +40,13 @@ ANSWERS = {
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MEDUSA_")]:
         monkeypatch.delenv(name)
+
+
+def write_entities_model(folder: Path) -> str:
+    """Write the small model of that template's own test."""
+    code = f"from pathlib import Path; from test_handler import write_model; write_model(Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    return str(folder)
 
 
 def new(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,6 +92,8 @@ def test_the_readmes_commands_answer(template: str, tmp_path: Path, monkeypatch:
     serve, call, *_ = re.findall(r"```sh\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
     lines = [line for line in serve.splitlines() if not line.startswith(("cd ", "pip "))]
     command = "\n".join(lines).replace("hf://HuggingFaceTB/SmolLM2-135M-Instruct", CHAT_MODEL)
+    if template == "entities":
+        command = command.replace("hf://dslim/bert-base-NER", write_entities_model(tmp_path / "model"))
     assert command.startswith("medusa serve ")
     path = f"{MEDUSA.parent}{os.pathsep}{os.environ['PATH']}"
     # The shell itself has the variable, so that what it substitutes finds the same Python.

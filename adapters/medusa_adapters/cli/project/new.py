@@ -14,6 +14,7 @@ from .template_folder import template_files, template_folder, write_files
 TEMPLATES = {
     "chat": "answers conversations with a language model, streamed",
     "embed": "sentence embeddings with a pretrained encoder, all-MiniLM-L6-v2",
+    "entities": "names in a text, with any token classifier of transformers",
     "classify": "your own torch module, trained and served",
     "stream": "a generator as server-sent events, no model",
     "cloudevent": "takes a CloudEvent and replies with one",
