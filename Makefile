@@ -5,8 +5,8 @@ VENV ?= .venv
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU machine: make TORCH=torch ...
 TORCH ?= torch==2.13.0
 
-# Tests at a time: three more than there are cores, for they also wait for processes.
-WORKERS ?= $(shell expr $$(nproc) + 3)
+# Tests at a time: five more than there are cores, for they also wait for processes.
+WORKERS ?= $(shell expr $$(nproc) + 5)
 VARIANTS ?= slim
 # Where `make audit` asks for advisories, in OSV's form.
 OSV ?= https://api.osv.dev/v1/query
