@@ -42,14 +42,9 @@ class ControllerClient:
         Raises UnauthorizedError for a wrong token, ClusterError for a server that is no node server, and
         NoControllerError if it cannot be reached.
         """
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._access.token}"}
-            connector = TCPConnector(ssl=self._access.client_context() or True)
-            timeout = ClientTimeout(total=_ANSWERS_WITHIN_S)
-            self._session = ClientSession(timeout=timeout, headers=headers, connector=connector)
         url = f"{head_url}/cluster/{operation}"
         try:
-            async with self._session.post(url, json=arguments) as answer:
+            async with self._opened().post(url, json=arguments) as answer:
                 if answer.status == 401:
                     raise UnauthorizedError(f"{head_url} refused the token; expected the one in the head's token file")
                 return result_of(await answer.json(content_type=None), head_url)
@@ -60,6 +55,22 @@ class ControllerClient:
         except (ClientError, OSError, TimeoutError) as error:
             reason = call_failure(error, tls=self._access.tls)
             raise NoControllerError(f"the head's node server at {head_url} cannot be reached: {reason}") from None
+
+    async def is_node(self, address: str, name: str) -> bool:
+        """Return whether the node server of the node of this name answers at HOST:PORT."""
+        try:
+            async with self._opened().get(f"{self._settings.scheme}://{address}/healthz") as answer:
+                return bool(await answer.json() == {"name": name})
+        except (ClientError, OSError, TimeoutError, ValueError):
+            return False
+
+    def _opened(self) -> ClientSession:
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._access.token}"}
+            connector = TCPConnector(ssl=self._access.client_context() or True)
+            timeout = ClientTimeout(total=_ANSWERS_WITHIN_S)
+            self._session = ClientSession(timeout=timeout, headers=headers, connector=connector)
+        return self._session
 
     async def close(self) -> None:
         if self._session is not None:

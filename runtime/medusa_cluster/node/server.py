@@ -27,6 +27,7 @@ from ..transport.agent_regions import AgentRegions
 from ..transport.pacing import Pacer
 from ..transport.regions import RegionRoutes
 from .agent import Agent
+from .conflicts import check_name, check_ray_ports
 from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .http_server import NodeHttpServer
@@ -130,6 +131,8 @@ class NodeServer:
         if settings.head_url is not None:
             joined = await self._controller.ask_head(settings.head_url, "join", {"name": settings.name})
             self._ray_address = str(joined["ray"])
+        await check_name(settings, self._controller)
+        await check_ray_ports(settings)
         self._instances.gpus.begin()
         await self._http_server.start()
         await self._control.start()
@@ -174,11 +177,13 @@ class NodeServer:
     async def _announce_ready(self) -> None:
         """Show the line "ready" once the controller knows this node and answers gateways."""
         await self._ray_started.wait()
+        settings = self._settings
         while True:
             with suppress(MedusaError):  # any: the head may be restarting, or behind a proxy that answers for it
                 await self._controller.call("routes", {})
                 nodes = (await self._controller.call("status", {}))["nodes"]
-                if any(node["name"] == self._settings.name and node["state"] in _READY_STATES for node in nodes):
+                mine = next((node for node in nodes if node["name"] == settings.name), None)
+                if mine is not None and mine["state"] in _READY_STATES and mine["address"] == settings.address:
                     break
             await asyncio.sleep(_POLL_S)
         self._show("ready")

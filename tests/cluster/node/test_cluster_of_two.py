@@ -486,3 +486,11 @@ def test_ctrl_c_ends_a_node_and_leaves_nothing(deployed: tuple[ClusterNode, Clus
     head.call("drain", node="head", undo=True)
     other.start()
     other.wait_ready()
+
+
+def test_a_node_with_the_name_of_another_one_is_refused(nodes: tuple[ClusterNode, ClusterNode]) -> None:
+    stranger = ClusterNode("n1", 2, nodes[0])
+    until(lambda: stranger.process.poll() is not None, stranger.output)
+    assert stranger.process.returncode == 2
+    assert f"another node of this cluster is called n1, at {nodes[1].address}" in stranger.output()
+    stranger.close()

@@ -16,13 +16,14 @@ from aiohttp import web
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.json_lines import JsonLinesServer
 from medusa_cluster.node import http_server as http_server_module
+from medusa_cluster.node.conflicts import check_name
 from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.processes.child import Child
 from medusa_cluster.node.settings import NodeServerSettings
-from medusa_runtime.errors import NoControllerError, UnauthorizedError, UnknownNameError
+from medusa_runtime.errors import ConfigError, NoControllerError, UnauthorizedError, UnknownNameError
 
 from benchmarks.ports import free_port
 
@@ -329,6 +330,35 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
         with pytest.raises(UnauthorizedError, match="refused the token"):
             await line.call("status", {})
         await line.close()
+
+    run(tmp_path, scenario)
+
+
+def test_a_node_is_refused_the_name_of_another_one_that_answers(tmp_path: Path) -> None:
+    """As on two machines that were made of one image, with one hostname."""
+    nodes = [{"name": "n1", "address": ""}, {"name": "gone", "address": f"127.0.0.1:{free_port()}"}]
+
+    async def answer(_: dict[str, object]) -> object:
+        return {"nodes": nodes}
+
+    async def scenario(_: aiohttp.ClientSession, url: str, __: Upstream) -> None:
+        nodes[0]["address"] = url.removeprefix("http://")
+        controller = JsonLinesServer(tmp_path / "controller.sock", answer)
+        for away in (True, False):
+            if not away:
+                await controller.start()
+            for name in ("n1", "gone", "n2"):
+                settings = NodeServerSettings(
+                    name, tmp_path, "127.0.0.2", tmp_path / "token", data_port=free_port(), head_url=url
+                )
+                line = ControllerClient(settings, settings.access())
+                if name == "n1" and not away:
+                    with pytest.raises(ConfigError, match=f"another node .* is called n1, at {nodes[0]['address']}"):
+                        await check_name(settings, line)
+                else:
+                    await check_name(settings, line)
+                await line.close()
+        await controller.close()
 
     run(tmp_path, scenario)
 

@@ -23,6 +23,8 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import read_token
 from strangers import MALLORY, as_user
 
+from benchmarks.ports import free_port
+
 
 def test_a_folder_is_ours_alone(tmp_path: Path) -> None:
     (folder := Path(f"/tmp/ct{os.getpid()}")).mkdir(mode=0o700)
@@ -193,4 +195,21 @@ def test_a_head_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     finally:
         import shutil
 
+        shutil.rmtree(folder)
+
+
+def test_a_head_whose_ports_for_ray_are_in_use_is_not_started() -> None:
+    pytest.importorskip("ray")
+    folder = Path(f"/tmp/ct{os.getpid()}p")
+    folder.mkdir(mode=0o700)
+    try:
+        with socket.create_server(("127.0.0.2", 0)) as taken:
+            port = taken.getsockname()[1]
+            command = [MEDUSA, "cluster", "start", "--head", "--dir", folder, "--host", "127.0.0.2", "--data-port"]
+            command += [str(free_port()), "--ray-port", str(port - 1)]
+            done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+        assert done.returncode == 2
+        assert f"--ray-port: expected 40 free ports from {port - 1} on, found 127.0.0.2:{port} in use" in done.stderr
+        assert not list((folder / "logs").glob("ray*"))
+    finally:
         shutil.rmtree(folder)
