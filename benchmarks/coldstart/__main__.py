@@ -116,14 +116,15 @@ def origin(question: Question, where: str, gguf: Path | None = None, *, counting
     with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
         root = Path(scratch) / "root"
         (root / "bucket").mkdir(parents=True)
-        (root / "bucket" / "model").symlink_to(question.folder)
-        if gguf:
+        name = f"model{Path(question.folder).suffix if Path(question.folder).is_file() else ''}"
+        (root / "bucket" / name).symlink_to(question.folder)
+        if gguf and not (root / OBJECT).exists():
             (root / OBJECT).symlink_to(gguf.resolve())
         Path(scratch).chmod(0o755)
         with Origin(root, Path(scratch) / "origin", Variant("plain"), counting=counting) as store:
             env = {"AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
             env |= {"AWS_DEFAULT_REGION": "us-east-1"}
-            model = "s3://bucket/model" if where == "s3" else f"{store.url}/bucket/model"
+            model = f"s3://bucket/{name}" if where == "s3" else f"{store.url}/bucket/{name}"
             yield replace(question, model=model, env=env, sent_bytes=store.sent_bytes if counting else None)
 
 

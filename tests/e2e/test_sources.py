@@ -1,4 +1,4 @@
-"""The same model out of other places: shards over HTTP and S3, and one file by its URL, give the same tokens."""
+"""The same model out of other places: shards over HTTP and S3, one file by its URL, and GGUF, give the same tokens."""
 
 from __future__ import annotations
 
@@ -93,6 +93,19 @@ def test_one_file_from_s3(start: Start, bucket: str, reference: Any) -> None:
 def test_one_file_over_http(start: Start, example: Path, reference: Any) -> None:
     with serving_origin(example, bytes_per_s=1e9) as server:
         assert says(start, server.url + "/model.safetensors") == reference
+
+
+def test_a_gguf_file_in_two_parts_has_all_that_a_folder_has(
+    start: Start, example: Path, tmp_path: Path, reference: Any
+) -> None:
+    from gguf_files import write_gguf
+    from gguf_vocabulary import gguf_metadata
+    from tokenizers import Tokenizer
+
+    tokenizer = gguf_metadata(Tokenizer.from_file(str(example / "tokenizer.json")), "gpt2", pre="gpt-2")
+    first = write_gguf(example, tmp_path / "m.gguf", "BF16", parts=2, **tokenizer)
+    with serving_origin(tmp_path, bytes_per_s=1e9) as server:
+        assert says(start, f"{server.url}/{first.name}") == reference
 
 
 def test_a_shard_that_is_missing_is_named(start: Start, sharded: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..bounded_json import parse_json
 from ..errors import CorruptError
 from ..imports.gc_paused import gc_paused
+from .gguf.blocks import BLOCKS
 from .header import DTYPE_BITS, MOST_DIMENSIONS, MOST_TENSORS, HeaderEntry, too_many_tensors
 
 PAGE_BYTES = 4096
@@ -44,7 +45,8 @@ class Shard(NamedTuple):
 class TensorEntry(NamedTuple):
     """One tensor: the bytes [start, stop) of the data section of a shard, which is given by its number.
 
-    ``dtype`` is safetensors' name for it. ``strides``, in elements, are given only for tensors that are not contiguous.
+    ``dtype`` is safetensors' name for it, or that of a block format of ggml (``BLOCKS``). ``strides``, in elements, are
+    given only for tensors that are not contiguous.
     """
 
     shard: int
@@ -236,6 +238,10 @@ def _is_inside(entry: TensorEntry, sizes: Sequence[int]) -> bool:
     elements = math.prod(shape)
     if strides is not None and elements:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if dtype in BLOCKS:
+        values, size_bytes = BLOCKS[dtype]
+        has_whole_blocks = strides is None and bool(shape) and shape[-1] % values == 0
+        return has_whole_blocks and elements // values * size_bytes == stop - start
     return elements * DTYPE_BITS[dtype] == (stop - start) * 8
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from ..bounded_json import count_values
@@ -20,8 +20,12 @@ from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundEr
 from ..storage.base import BucketNotFoundError, ObjectInfo, Store, open_store, redacted, scheme_of
 from ..storage.local import LocalStore
 from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
+from .gguf.blocks import GGUF_SUFFIX
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, TensorEntry, WeightIndex
+
+if TYPE_CHECKING:
+    from .gguf.header import GgufHeader, Read
 
 SAFETENSORS_FILE, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ARCHIVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of the files that archive.py reads
@@ -97,15 +101,13 @@ class CheckpointRecord(Protocol):
 
 
 def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Store | None = None) -> Checkpoint:
-    """Index the checkpoint at ``url``, which is a folder, or a single safetensors or PyTorch file.
+    """Index the checkpoint at ``url``, which is a folder, or a single safetensors, PyTorch or GGUF file.
 
     All requests are made at once, the weights' header first. Small files that do not exist according to ``record`` are
     not requested. ``store`` is the folder's store, if it is already open; it is closed if this function fails. Raises
     the store's errors, and CorruptError.
     """
     folder, name = split_url(url)
-    if folder.endswith(".gguf") and not os.path.isdir(folder):
-        raise ConfigError(f"{redacted(url)}: GGUF is not read: expected the folder of the model as safetensors")
     store = store or open_store(folder)
     try:
         if record is not None:
@@ -119,7 +121,7 @@ def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Sto
 
 def split_url(url: str) -> tuple[str, str | None]:
     """Split ``url`` into its folder and, if it names a single file of weights, that file's name."""
-    suffixes = (".safetensors", *ARCHIVE_SUFFIXES)
+    suffixes = (".safetensors", GGUF_SUFFIX, *ARCHIVE_SUFFIXES)
     if not scheme_of(url):
         if not url.endswith(suffixes) or os.path.isdir(url):
             return url, None
@@ -152,6 +154,8 @@ class _Reader:
         if name is not None and name.endswith(ARCHIVE_SUFFIXES):
             index = self._index_single_file(name)
             return Checkpoint(self._store, index, _present({SMALL_FILES[0]: self._read_small(SMALL_FILES[0])}))
+        if name is not None and name.endswith(GGUF_SUFFIX):
+            return self._gguf(name)
         single = self._pool.submit(self._header, name or SAFETENSORS_FILE)
         sharded = None if name else self._pool.submit(self._read_small, SAFETENSORS_INDEX)
         small = {key: self._pool.submit(self._read_small, key) for key in _FIRST_FILES}
@@ -222,8 +226,8 @@ class _Reader:
             names = sorted(entry.name for entry in folder.iterdir()) if folder is not None else []
         except OSError:
             names = []
-        if gguf := [name for name in names if name.endswith(".gguf")]:
-            return f"GGUF, as in {gguf[0]}, is not read: expected the model as safetensors"
+        if gguf := [name for name in names if name.endswith(GGUF_SUFFIX)]:
+            return f"to use a GGUF file, give its own address: {redacted(self._store.url).rstrip('/')}/{gguf[0]}"
         if "params.json" in names and any(name.startswith("consolidated.") for name in names):
             return "consolidated files are for Mistral's or Meta's own code: expected those for transformers"
         named = [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]
@@ -290,6 +294,36 @@ class _Reader:
         from .archive import read_archive  # here, because most checkpoints need no such import
 
         return self._shard(name, info), read_archive(name, info.size, head, read)
+
+    def _gguf(self, name: str) -> Checkpoint:
+        """Index a GGUF file, and the other parts of a split one.
+
+        The file has what the small files of other checkpoints say. A tokenizer.json beside it replaces its tokenizer.
+        """
+        from .gguf.reader import GgufReader  # here, because most checkpoints need no such import
+
+        beside = {key: self._pool.submit(self._read_small, key) for key in _FIRST_FILES if key != "config.json"}
+        try:
+            reader = GgufReader(name, self._gguf_header, self._pool)
+            files = _present({key: future.result() for key, future in beside.items()})
+        except BaseException:
+            for future in beside.values():
+                future.cancel()
+            raise
+        if "tokenizer.json" not in files:
+            files = {}
+        return Checkpoint(self._store, reader.index, reader.files(files))
+
+    def _gguf_header(self, name: str) -> tuple[Shard, GgufHeader, Read]:
+        from .gguf.header import read_header
+
+        head, info = self._store.read(name, 0, _GUESS_BYTES)
+
+        def read(start: int, stop: int) -> bytes:
+            return self._store.read(name, start, stop, info.version)[0]
+
+        header = read_header(name, info.size, head, read)
+        return self._shard(name, info, min(header.data_start, info.size)), header, read
 
     def _shard(self, name: str, info: ObjectInfo, data_start: int = 0) -> Shard:
         path = self._store.local_path(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -47,6 +48,8 @@ def copied_bytes(index: WeightIndex, todo: Mapping[str, Place], applier: Applier
         if applier.quantization is not None and name in (quantized := _quantized(index)).stored:
             keep_codes = applier.takes_codes(place)
             copied += quantized.made_bytes(name, applier.unquantized_dtype, keep_codes=keep_codes)
+        elif applier.quantization is not None and applier.quantization.is_changed(name):
+            copied += math.prod(entry.shape) * applier.unquantized_dtype.itemsize
         elif entry.dtype in DTYPES:
             copied += applier.copied_bytes(place, DTYPES[entry.dtype], entry.shape, low_address(index, entry))
     return copied

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.errors import MismatchError
 
@@ -157,7 +158,7 @@ def _quantized(index: WeightIndex, sources: dict[str, Place]) -> list[str]:
 def _is_quantized(name: str, wanted: torch.dtype, index: WeightIndex) -> bool:
     dtype = index.tensors[name].dtype
     if not dtype.startswith("F8_") or wanted.itemsize == 1:
-        return dtype in _INTEGERS
+        return dtype in _INTEGERS or dtype in BLOCKS
     return any(f"{name}_{suffix}" in index.tensors for suffix in ("scale", "scale_inv"))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.region.pages import address_of
@@ -35,8 +36,13 @@ class Views:
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
         """Return the tensor of an index entry: a view, or a copy where its bytes are not aligned to its element size.
 
-        Raises WeightsError for a dtype that torch does not have.
+        Of a tensor in blocks (``BLOCKS``) these are the bytes: uint8 [..., bytes of a row]. Raises WeightsError for a
+        dtype that torch does not have.
         """
+        if entry.dtype in BLOCKS:
+            values, size_bytes = BLOCKS[entry.dtype]
+            shape = (*entry.shape[:-1], entry.shape[-1] // values * size_bytes)
+            return self.tensor(name, entry._replace(dtype="U8", shape=shape))
         if entry.dtype not in DTYPES:
             raise WeightsError(f"tensor {name} has dtype {entry.dtype}; expected one of {', '.join(DTYPES)}")
         dtype = DTYPES[entry.dtype]

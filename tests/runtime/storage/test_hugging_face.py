@@ -69,6 +69,17 @@ def test_files_and_weights_come_from_where_the_hub_redirects_to(hub: HubServer, 
         store.stat("nothing")
 
 
+def test_a_gguf_file_of_a_model(hub: HubServer, open_hub: Open, tmp_path: Path) -> None:
+    from gguf_files import write_gguf
+
+    first = write_gguf(EXAMPLE, tmp_path / "q8.gguf", "Q8_0", parts=2)
+    hub.push("main", {f"Q8/{part.name}": part.read_bytes() for part in first.parent.iterdir()})
+    found = open_checkpoint(f"hf://{MODEL}/Q8/{first.name}", store=open_hub(f"hf://{MODEL}/Q8"))
+    assert [shard.name for shard in found.index.shards] == ["q8-00001-of-00002.gguf", "q8-00002-of-00002.gguf"]
+    assert found.index.tensors["model.embed_tokens.weight"].dtype == "Q8_0"
+    assert set(found.files) == {"config.json"}
+
+
 def test_all_files_are_of_the_commit_of_the_first_answer(hub: HubServer, open_hub: Open) -> None:
     store, old = open_hub(), hub.branches["main"]
     size = store.stat("config.json").size

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe", MOE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-head-scale": ("Gemma3", GEMMA3 | {"query_pre_attn_scalar": 16}),
     "gemma3-tuned": (
         "Gemma3",
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": True,
@@ -107,13 +108,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-serial": ("Falcon", SHAPE | {"multi_query": False, "parallel_attn": False, "bias": True}),
 }  # fmt: skip
+# Models that run by transformers' code.
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", GATED | {"head_dim": 16}),
+    "gemma2": ("Gemma2", GATED | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3", GATED),
+    "phi3-longrope": (
+        "Phi3",
+        GATED | {"original_max_position_embeddings": 16, "hidden_size": 64}
+        | scaled("longrope", short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5], long_factor=[2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
+                 partial_rotary_factor=0.75, original_max_position_embeddings=16),
+    ),
+    "smollm3": ("SmolLM3", GATED | {"num_hidden_layers": 5}),
+}  # fmt: skip
 
 
 def reference(case: str, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     """A random model of transformers, saved to ``folder``; every parameter is random, so that none goes unnoticed."""
     import transformers  # some environments of the tests are without it
 
-    family, values = CASES[case]
+    family, values = CASES.get(case) or FOREIGN[case]
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = kind.config_class(**values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(len(case))

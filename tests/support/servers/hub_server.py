@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, unquote, urlsplit
 
-_WEIGHTS = (".safetensors", ".bin")
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 

@@ -64,8 +64,10 @@ def question_of(arguments: argparse.Namespace) -> Question:
     if arguments.node and arguments.instances < 2:
         raise ConfigError("--node: expected --instances N beside it, with N of 2 or more")
     folder = "" if "://" in model else str(Path(model).resolve())
-    if folder and not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"--model={model!r}: expected a folder with a config.json or a URL, found neither")
+    if folder and not (Path(folder) / "config.json").is_file() and not Path(folder).is_file():
+        raise ConfigError(
+            f"--model={model!r}: expected a folder with a config.json, a file or a URL, found none of them"
+        )
     return Question(folder or model, folder, arguments.prompt, arguments.max_tokens)
 
 

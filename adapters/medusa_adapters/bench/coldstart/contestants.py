@@ -18,8 +18,8 @@ from ..served_instance import ServedInstance, medusa_command, serve_command
 class Question:
     """The question to every contestant: a prompt, and the checkpoint to answer it with.
 
-    ``model`` is where Medusa reads from, ``folder`` the same files on this machine, or empty. ``sent_bytes`` returns
-    what the store has sent so far, where a benchmark started one.
+    ``model`` is where Medusa reads from, ``folder`` the same file or files on this machine, or empty. ``sent_bytes``
+    returns what the store has sent so far, where a benchmark started one.
     """
 
     model: str
@@ -124,6 +124,7 @@ class Medusa:
 
 
 def weights_mb(question: Question) -> float | None:
-    """Return the size of the weights; None unless they are safetensors files on this machine."""
-    files = list(Path(question.folder).glob("*.safetensors")) if question.folder else []
+    """Return the size of the weights; None unless they are a file or safetensors files on this machine."""
+    place = Path(question.folder)
+    files = [place] if place.is_file() else list(place.glob("*.safetensors")) if question.folder else []
     return sum(file.stat().st_size for file in files) / 1e6 or None

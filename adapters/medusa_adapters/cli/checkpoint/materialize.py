@@ -166,6 +166,7 @@ def convert(settings: Settings, file: Path) -> str:
 
     Raises ConfigError if there is nothing to convert, or the file cannot be there.
     """
+    from medusa_runtime.checkpoint.gguf.blocks import GGUF_SUFFIX
     from medusa_runtime.checkpoint.reader import SAFETENSORS_FILE
     from medusa_runtime.fetch.prefetcher import prefetch
     from medusa_runtime.load.conversion import is_converted, write_safetensors
@@ -185,6 +186,8 @@ def convert(settings: Settings, file: Path) -> str:
                 f"--convert: {redacted(settings.model)} is safetensors already, aligned and in one file; "
                 "leave --convert out"
             )
+        if region.wait_index().shards[0].name.endswith(GGUF_SUFFIX):
+            raise ConfigError(f"--convert: {redacted(settings.model)} is GGUF, which has no other form; leave it out")
         write_safetensors(region, file)
     finally:
         region.close()

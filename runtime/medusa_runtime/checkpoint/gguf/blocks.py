@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+GGUF_SUFFIX = ".gguf"
+
 
 class Block(NamedTuple):
     """A block holds ``values`` neighbours of a row in ``size_bytes`` bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CorruptError, json_kind
+from ...errors import CorruptError, json_kind, short_repr
 
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # converters write these for a special token that a model does not have
 
@@ -20,10 +20,47 @@ class Metadata:
         return key in self._values
 
     def error(self, key: str, expected: str, found: str) -> CorruptError:
+        beside = ", or put its tokenizer.json beside the file" if key.startswith("tokenizer.") else ""
         return CorruptError(
-            f"{self.name}: expected {key} to be {expected}, found {found}; "
-            "convert the model again, or put its tokenizer.json beside the file"
+            f"{self.name}: expected {key} to be {expected}, found {found}; convert the model again{beside}"
         )
+
+    @property
+    def architecture(self) -> str:
+        """The model's architecture, as llama.cpp names it. Most keys of its sizes begin with it."""
+        found = self.text("general.architecture")
+        if found is None:
+            raise self.error("general.architecture", "a name", "nothing")
+        return found
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a positive number of the architecture's, or a list's if it has the same for all layers."""
+        key = f"{self.architecture}.{key}"
+        value = self._values.get(key, default)
+        if isinstance(value, list) and value:
+            if value.count(value[0]) != len(value):
+                raise self.error(key, "the same number for each layer", short_repr(value))
+            value = value[0]
+        if type(value) is not int or value < 1:
+            raise self.error(key, "a positive number", "nothing" if value is None else short_repr(value))
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number of the architecture's."""
+        key = f"{self.architecture}.{key}"
+        value = self._values.get(key, default)
+        if type(value) not in (int, float):
+            raise self.error(key, "a number", "nothing" if value is None else short_repr(value))
+        return float(value)
+
+    def has(self, key: str) -> bool:
+        """Return whether a key of the architecture has a value other than 0, false or nothing."""
+        return bool(self._values.get(f"{self.architecture}.{key}"))
+
+    def flags(self, key: str) -> list[bool] | None:
+        """Return a list of the architecture's; None if it is absent or no list."""
+        key = f"{self.architecture}.{key}"
+        return self._items(key, "booleans", bool) if isinstance(self._values.get(key), list) else None
 
     def text(self, key: str) -> str | None:
         value = self._values.get(key)

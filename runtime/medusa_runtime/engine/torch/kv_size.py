@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ...checkpoint.index import WeightIndex
+from ...checkpoint.index import TensorEntry, WeightIndex
 from ...config import Settings
 from ...container_limits import memory_available_bytes
 from ...kernels import cpu, native
@@ -57,11 +57,11 @@ def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: to
 
 
 def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int:
-    """Return the bytes that are made of tensors: copies in another dtype or at another address, and what quantized
-    weights take beside.
+    """Return the bytes that are made of tensors: copies in another dtype, another order or at another address, and what
+    quantized weights take beside.
     """
-    made, plain = 0, set(index.tensors)
-    if applier.quantization is not None:
+    made, plain, quantization = 0, set(index.tensors), applier.quantization
+    if quantization is not None:
         from ...load.quantized.tensors import DequantizedIndex
 
         assert isinstance(index, DequantizedIndex)
@@ -70,13 +70,13 @@ def _made_bytes(index: WeightIndex, dtype: torch.dtype, applier: Applier) -> int
         made = sum(index.made_bytes(name, dtype, keep_codes=name in staying) for name in stored)
         plain -= stored
     own = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    entries = (index.tensors[name] for name in plain)
-    copied = (
-        entry
-        for entry in entries
-        if entry.dtype != own
-        or (applier.moves_unaligned and must_move_from(low_address(index, entry), dtype, entry.shape))
-    )
+
+    def is_copied(name: str, entry: TensorEntry) -> bool:
+        if entry.dtype != own or (quantization is not None and quantization.is_changed(name)):
+            return True
+        return applier.moves_unaligned and must_move_from(low_address(index, entry), dtype, entry.shape)
+
+    copied = (entry for name in plain if is_copied(name, entry := index.tensors[name]))
     return made + sum(math.prod(entry.shape) * dtype.itemsize for entry in copied)
 
 

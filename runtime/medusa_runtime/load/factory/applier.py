@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from medusa_runtime.checkpoint.gguf.blocks import GGUF_SUFFIX
 from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.errors import MismatchError
 from medusa_runtime.kernels.quantized import QuantizedParameter
 from medusa_runtime.load.aliasing import aliased
 from medusa_runtime.load.alignment import must_move, must_move_from
@@ -61,6 +63,11 @@ class FactoryApplier(Applier):
                 make_pending(tensor, guards[id(place.owners[0][0])], dtype, device)
 
     def plan(self, index: WeightIndex) -> Plan:
+        if self.quantization is None and any(shard.name.endswith(GGUF_SUFFIX) for shard in index.shards):
+            raise MismatchError(
+                f"{index.shards[0].name}: a GGUF file stores tensors in another order than modules have them; expected "
+                "safetensors, context.weights.pretrained_model(), or --engine torch"
+            )
         rename = with_load_hooks(self.module, index, self._rename)
         strict = self._options.strict
         found = plan(index, self._places, rename, strict=strict, last_wins=True, hint=self.hint, may_lack=self.may_lack)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.load.quantized import unpack
+from medusa_runtime.load.quantized.block_codes import BlockCodes
 from medusa_runtime.load.quantized.codes import NIBBLE_RUN, Codes
 from medusa_runtime.load.quantized.scheme import Scheme
 
@@ -26,12 +28,16 @@ _UNUSED = (
 
 
 class QuantizedWeight(NamedTuple):
-    """A quantized weight of ``shape`` [out, in], and the names in the checkpoint of its ``parts``."""
+    """A quantized weight of ``shape`` [out, in], and the names in the checkpoint of its ``parts``.
+
+    ``dtype`` is that of its marker in the checkpoint.
+    """
 
     module: str
     scheme: Scheme
     shape: tuple[int, int]
     parts: dict[str, str]
+    dtype: str = ""
 
     @property
     def can_stay(self) -> bool:
@@ -39,9 +45,9 @@ class QuantizedWeight(NamedTuple):
         scheme = self.scheme
         if scheme.scattered or (LAYOUTS[scheme.layout].is_transposed and self.shape[1] % NIBBLE_RUN):
             return False
-        return scheme.layout == "direct" or scheme.bits in (4, 8)
+        return scheme.layout in ("direct", "ggml") or scheme.bits in (4, 8)
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> Codes:
+    def codes(self, tensors: Mapping[str, Tensor]) -> Codes | BlockCodes:
         """Return the integers (or 8-bit floats) and scales that ``tensors``, given by the parts' names, hold.
 
         Raises MismatchError for values that do not belong to this shape.
@@ -63,7 +69,7 @@ class Layout(NamedTuple):
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     shape: Callable[[_Parts, Scheme], tuple[int, int]]
-    codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes]
+    codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes | BlockCodes]
     is_transposed: bool = False
 
 
@@ -158,7 +164,7 @@ def _marker(parts: Mapping[str, TensorEntry]) -> str | None:
         if marker in parts:
             return marker
     weight = parts.get("weight")
-    stored = weight is not None and (weight.dtype == "I8" or weight.dtype in _FP8)
+    stored = weight is not None and (weight.dtype == "I8" or weight.dtype in _FP8 or weight.dtype in BLOCKS)
     return "weight" if stored or any(_ALIASES.get(part, part) == "weight_scale" for part in parts) else None
 
 
@@ -171,7 +177,7 @@ def _stored(module: str, scheme: Scheme, layout: Layout, parts: Mapping[str, Ten
         raise MismatchError(f"{module}: expected the tensors {', '.join(layout.needed)}, found no {', '.join(absent)}")
     names = {part: names[part] for part in taken}
     shape = layout.shape(_Parts({"weight_zero_point": f"{module}.weight_zero_point"} | names, entries), scheme)
-    return QuantizedWeight(module, scheme, shape, names)
+    return QuantizedWeight(module, scheme, shape, names, entries[layout.marker].dtype)
 
 
 def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
@@ -288,6 +294,14 @@ def _mxfp4_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Code
     return Codes(tensors["blocks"].flatten(1), scales, packing="e2m1", bits=stored.scheme.bits)
 
 
+def _block_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    return parts.matrix("weight", frozenset(BLOCKS))
+
+
+def _block_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> BlockCodes:
+    return BlockCodes(tensors["weight"], stored.dtype)
+
+
 def _group_of(stored: QuantizedWeight, index: Tensor | None, part: str, groups: int) -> Tensor | None:
     """Return the group of each column, or None if the groups simply follow each other, which all -1 also means."""
     if index is None or bool((index == -1).all()):
@@ -321,6 +335,7 @@ LAYOUTS: dict[str, Layout] = {
     "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes, True),
     "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes, True),
     "mxfp4": Layout("blocks", ("blocks", "scales"), (), _mxfp4_shape, _mxfp4_codes),
+    "ggml": Layout("weight", ("weight",), (), _block_shape, _block_codes),
 }
 _PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
 

@@ -12,11 +12,12 @@ from medusa_runtime.errors import ConfigError, ModelError, json_excerpt
 
 SUPPORTED = (
     "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8, "
-    "fbgemm_fp8 or mxfp4"
+    "fbgemm_fp8 or mxfp4, and GGUF files"
 )
 _OTHERS = "or --engine vllm"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _DIRECT = ("int-quantized", "float-quantized", "naive-quantized")
+_ROTATED = ("q_proj", "k_proj")
 _MOST_WAYS = 5e6  # in which an expression may try to match a name
 _LONGEST_PATTERN, _LONGEST_NAME = 512, 256
 _PACKABLE = (2, 4, 8)  # bits of a value; values fill a byte exactly
@@ -26,7 +27,7 @@ _PACKABLE = (2, 4, 8)  # bits of a value; values fill a byte exactly
 class Scheme:
     """The way in which the weight of a module is stored.
 
-    layout: a key of ``layouts.LAYOUTS``.
+    layout: a key of ``layouts.LAYOUTS``. For "ggml", a weight's dtype says how many bits its values have.
     group: how many columns share a scale. block: how many rows and columns do. With neither, the scale's shape says
         whether it is for the whole tensor or for each row.
     shifted: stored zero points are one too small, as in GPTQ's first format.
@@ -58,12 +59,17 @@ class Quantization:
     """The schemes of a checkpoint. ``label`` describes them for people.
 
     With ``idle_biases`` the checkpoint may have biases for layers that have none.
+
+    rotary_pairs: the numbers of heads of q and of k, if their rows are stored in pairs that are rotated together.
+    norm_shift: how much was added to the weights of norms.
     """
 
     label: str
     rules: tuple[_Rule, ...] = ()
     default: Scheme | None = None
     idle_biases: bool = False
+    rotary_pairs: tuple[int, int] | None = None
+    norm_shift: float = 0.0
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of a module's weight, or None if the weight is not quantized."""
@@ -71,6 +77,21 @@ class Quantization:
             if rule.matches(module):
                 return rule.scheme
         return self.default
+
+    def paired_heads(self, name: str) -> int | None:
+        """Return the number of heads of a tensor whose rows are stored in rotary pairs; None for other tensors."""
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if self.rotary_pairs is None or module not in _ROTATED:
+            return None
+        return self.rotary_pairs[_ROTATED.index(module)]
+
+    def shift(self, name: str) -> float:
+        """Return how much was added to a tensor's values."""
+        return self.norm_shift if name.endswith("norm.weight") else 0.0
+
+    def is_changed(self, name: str) -> bool:
+        """Return whether a tensor is stored with other values or in another order, so that a module needs a copy."""
+        return self.paired_heads(name) is not None or self.shift(name) != 0
 
     def __str__(self) -> str:
         return self.label
@@ -244,6 +265,17 @@ def _mxfp4(reader: _Reader) -> Quantization:
     return Quantization("mxfp4", default=Scheme(layout="mxfp4", bits=4, group=32))
 
 
+def _gguf(reader: _Reader) -> Quantization:
+    """Read what ``checkpoint.gguf.config`` wrote."""
+    pairs = reader.get("rotary_pairs")
+    return Quantization(
+        f"gguf ({', '.join(reader.names('types'))})",
+        default=Scheme(layout="ggml", bits=8),
+        rotary_pairs=None if pairs is None else reader.block("rotary_pairs", pairs),
+        norm_shift=float(reader.get("norm_shift") or 0),
+    )
+
+
 METHODS: dict[str, Callable[[_Reader], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
@@ -251,6 +283,7 @@ METHODS: dict[str, Callable[[_Reader], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
+    "gguf": _gguf,
 }
 
 

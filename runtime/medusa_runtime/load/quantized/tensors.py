@@ -11,6 +11,7 @@ from torch import Tensor
 
 from medusa_runtime.checkpoint.divided import Divide
 from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
+from medusa_runtime.errors import MismatchError
 from medusa_runtime.load.quantized.layouts import LAYOUTS, QuantizedWeight, find_quantized, is_unused
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.region_tensors import RegionTensors
@@ -41,7 +42,7 @@ class DequantizedIndex(WeightIndex):
                 continue
             tensors.setdefault(name, entry)
             order[name] = None
-        self._stored_index = index
+        self._stored_index, self._quantization = index, quantization
         super().__init__(index.shards, tensors, tuple(order), recorded=index.recorded)
 
     def stored_names(self, names: Iterable[str]) -> list[str]:
@@ -50,6 +51,9 @@ class DequantizedIndex(WeightIndex):
     def made_bytes(self, name: str, dtype: torch.dtype, *, keep_codes: bool) -> int:
         """Return how many bytes a quantized weight takes beside the region; see ``Codes.kept`` for ``keep_codes``."""
         stored = self.stored[name]
+        if keep_codes and stored.can_stay and self._quantization.is_changed(name):
+            entry = self._stored_index.tensors[name]
+            return entry.stop - entry.start
         values, layout = math.prod(stored.shape), LAYOUTS[stored.scheme.layout]
         if not keep_codes or not stored.can_stay:
             return values * dtype.itemsize
@@ -100,26 +104,39 @@ class DequantizedTensors(RegionTensors):
     def tensor(self, name: str, *, keep_codes: bool = False) -> Tensor:
         stored = self.wait_index().stored.get(name)
         if stored is None:
-            return super().tensor(name)
-        tensors = {part: RegionTensors.tensor(self, full) for part, full in stored.parts.items()}
-        codes = stored.codes(tensors)
+            return self._restored(name)
+        codes = stored.codes({part: self._restored(full) for part, full in stored.parts.items()})
         kept = codes.kept(self._dtype) if keep_codes else None
         if kept is None:
             return codes.dequantize(self._dtype)
-        if not codes.transposed:
+        if not codes.transposed and not self._quantization.is_changed(name):
             self._viewed.add(name)
         return kept
 
+    def _restored(self, name: str) -> Tensor:
+        """Return a stored tensor as the checkpoint had it from which a GGUF file was made."""
+        tensor = super().tensor(name)
+        if (heads := self._quantization.paired_heads(name)) is not None:
+            if tensor.shape[0] % (2 * heads):
+                raise MismatchError(f"{name}: expected rows of {heads} heads of even size, found {list(tensor.shape)}")
+            pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])
+            return pairs.transpose(1, 2).reshape(tensor.shape)
+        shift = self._quantization.shift(name)
+        return tensor - shift if shift else tensor
+
     def file_range(self, name: str) -> FileRange | None:
-        return None if name in self.wait_index().stored else super().file_range(name)
+        return None if self._is_made(name) else super().file_range(name)
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
+        made = self._is_made(name) and name not in self._viewed
         for part in self._parts(name):
-            made = name in self.wait_index().stored and name not in self._viewed
             super().applied(part, copied=copied or made, release=release)
 
     def release_unread(self, names: Collection[str]) -> None:
         super().release_unread(self.wait_index().parts(names))
+
+    def _is_made(self, name: str) -> bool:
+        return name in self.wait_index().stored or self._quantization.is_changed(name)
 
     def _parts(self, name: str) -> Sequence[str]:
         return self.wait_index().parts((name,))

@@ -17,7 +17,7 @@ from medusa_runtime.errors import ModelError
 from medusa_runtime.kernels import rotate
 from medusa_runtime.models.fields import Fields
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class Rotation(NamedTuple):
@@ -35,7 +35,8 @@ class Rotation(NamedTuple):
 class RopeConfig:
     """The rope that a config.json describes, with the names used there.
 
-    ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head.
+    ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head. Frequencies are divided by the
+    ``factors`` of a longrope.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class RopeConfig:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    factors: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
@@ -105,6 +107,7 @@ class RopeConfig:
             beta_slow=rope.positive("beta_slow", default=1.0),
             truncate=rope.flag("truncate", default=True),
             attention_factor=_attention_factor(rope, factor) if kind == "yarn" else 1.0,
+            factors=_factors(rope, head_dim // 2) if kind == "longrope" else (),
         )
 
 
@@ -145,6 +148,8 @@ def _frequencies(config: RopeConfig) -> Tensor:
     frequencies = 1.0 / (config.theta ** _exponents(config))
     if config.kind == "linear":
         return frequencies / config.factor
+    if config.factors:
+        return frequencies / torch.tensor(config.factors)
     if config.kind == "llama3":
         return _llama3(config, frequencies)
     if config.kind == "yarn":
@@ -182,6 +187,23 @@ def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
     places = torch.arange(config.size // 2, dtype=torch.float32)
     stretched = ((places - low) / (high - low or 0.001)).clamp(0, 1)
     return stretched * frequencies / config.factor + (1 - stretched) * frequencies
+
+
+def _factors(rope: Fields, count: int) -> tuple[float, ...]:
+    """Return the factors of a longrope that has the same ones for short and long sequences, as from a GGUF file."""
+    factors, long = rope.get("short_factor"), rope.get("long_factor")
+    if factors != long or rope.number("attention_factor", default=0.0) != 1:
+        raise ModelError(
+            f"{rope.where}: the torch engine knows longrope only with one list of factors and attention_factor 1; "
+            "for others use --engine vllm"
+        )
+    if (
+        not isinstance(factors, list)
+        or len(factors) != count
+        or not all(isinstance(one, float | int) and 0 < one < 1e30 for one in factors)
+    ):
+        raise rope.error("short_factor", f"{count} positive numbers", factors)
+    return tuple(factors)
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
