@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -55,6 +56,7 @@ SMALL_FILES = (
 _FIRST_FILES = SMALL_FILES[:5]
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(\.\w+)$")
 _GUESS_BYTES = 256 << 10  # enough for the header of most checkpoints
+_PART_BYTES = 1 << 20  # of a large header, whose parts are read side by side
 _MOST_SMALL_BYTES = 64 << 20
 _MOST_SMALL_VALUES = 1_000_000
 _MOST_SHARDS, _MOST_MODULES = 10_000, 64
@@ -304,7 +306,9 @@ class _Reader:
 
         beside = {key: self._pool.submit(self._read_small, key) for key in _FIRST_FILES if key != "config.json"}
         try:
-            reader = GgufReader(name, self._gguf_header, self._pool)
+            reader = GgufReader(
+                self._gguf_header(name, self._pool.map), partial(self._gguf_header, read_all=map), self._pool
+            )
             files = _present({key: future.result() for key, future in beside.items()})
         except BaseException:
             for future in beside.values():
@@ -314,13 +318,18 @@ class _Reader:
             files = {}
         return Checkpoint(self._store, reader.index, reader.files(files))
 
-    def _gguf_header(self, name: str) -> tuple[Shard, GgufHeader, Read]:
+    def _gguf_header(self, name: str, read_all: Callable[..., Iterable[bytes]]) -> tuple[Shard, GgufHeader, Read]:
+        """Read a header. ``read_all`` is ``map`` for the parts of a range, perhaps that of a pool."""
         from .gguf.header import read_header
 
         head, info = self._store.read(name, 0, _GUESS_BYTES)
 
-        def read(start: int, stop: int) -> bytes:
+        def read_part(start: int, stop: int) -> bytes:
             return self._store.read(name, start, stop, info.version)[0]
+
+        def read(start: int, stop: int) -> bytes:
+            starts = range(start, stop, _PART_BYTES)
+            return b"".join(read_all(read_part, starts, [min(at + _PART_BYTES, stop) for at in starts]))
 
         header = read_header(name, info.size, head, read)
         return self._shard(name, info, min(header.data_start, info.size)), header, read

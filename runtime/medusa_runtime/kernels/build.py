@@ -30,7 +30,7 @@ _ON_ALL = tuple(
     (Path(source).stem, source, ())
     for source in (
         "compute/parallel.c", "compute/linear.c", "compute/attention.c", "compute/program.c", "chunks.c", "staging.c",
-        "graphs.c", "snapshot/snapshot.c",
+        "strings.c", "graphs.c", "snapshot/snapshot.c",
     )
 )  # fmt: skip
 OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {

@@ -19,10 +19,12 @@ from ...errors import CorruptError, ModelError, short_repr
 from ...imports.gc_paused import gc_paused
 from ..header import MOST_TENSORS, HeaderEntry, too_many_tensors
 from .blocks import BLOCKS
+from .compiled_strings import CUT_SHORT, gather_strings
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the first version had counts of 32 bits, and was used for weeks
 MAX_HEADER_BYTES = 100_000_000
+_SECOND_BYTES = 4 << 20  # the least that is known after a second read: a vocabulary and its merges take 1 to 20 MB
 _MOST_VALUES = 5_000_000
 _MOST_KEYS = 10_000
 _MOST_NAME_BYTES = 1024
@@ -206,24 +208,35 @@ class _Cursor:
         return [bool(value) for value in values] if _NUMBERS[kind] == "?" else values.tolist()
 
     def _strings(self, key: str, count: int) -> list[str]:
+        gather = gather_strings()
+        while gather is not None:
+            found, end = gather(self._data, self.position, count)
+            if found is not None:
+                self.position = end
+                return found
+            if end != CUT_SHORT:
+                break
+            self._read_more(len(self._data) + 1)
+        return self._strings_in_turn(key, count)
+
+    def _strings_in_turn(self, key: str, count: int) -> list[str]:
         data, position = self._data, self.position
         length_at = struct.Struct("<Q").unpack_from
         found: list[str] = []
         while len(found) < count:
-            try:
-                start = position + 8
-                (length,) = length_at(data, position)
-            except struct.error:
+            start = position + 8
+            if start > len(data):
                 data = self._read_more(start)
                 continue
-            if start + length > len(data):
-                data = self._read_more(start + length)
+            end = start + length_at(data, position)[0]
+            if end > len(data):
+                data = self._read_more(end)
                 continue
-            position = start + length
             try:
-                found.append(str(data[start:position], "utf-8"))
+                found.append(str(data[start:end], "utf-8"))
             except UnicodeDecodeError:
-                raise self._not_text(key, data[start:position]) from None
+                raise self._not_text(key, data[start:end]) from None
+            position = end
         self.position = position
         return found
 
@@ -246,7 +259,7 @@ class _Cursor:
                 f"{self.file}: truncated or no GGUF file: expected a header of at most {MAX_HEADER_BYTES} bytes in "
                 f"it, found {found}; fetch it again"
             )
-        more = self._read(have, min(max(stop, 2 * have), self._size_bytes, MAX_HEADER_BYTES))
+        more = self._read(have, min(max(stop, 2 * have, _SECOND_BYTES), self._size_bytes, MAX_HEADER_BYTES))
         if not more:
             raise CorruptError(f"{self.file}: truncated: expected {stop} bytes or more, found {have}; fetch it again")
         self._data += more

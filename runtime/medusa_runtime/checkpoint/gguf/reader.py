@@ -21,19 +21,18 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MOST_PARTS = 1000
 _MOST_FACTORS = 1024
 
-ReadHeader = Callable[[str], tuple[Shard, GgufHeader, Read]]
+Opened = tuple[Shard, GgufHeader, Read]
 
 
 class GgufReader:
     """Reads the headers of a model's file or files. ``index`` has the tensors under transformers' names.
 
-    ``name`` is the only file, or the first of several. Raises CorruptError, ConfigError and ModelError, and what
-    ``read_header`` raises.
+    ``first`` is what has been read of the only file, or of the first of several; ``read_header`` reads the others'
+    headers in ``pool``. Raises CorruptError, ConfigError and ModelError, and what ``read_header`` raises.
     """
 
-    def __init__(self, name: str, read_header: ReadHeader, pool: ThreadPoolExecutor) -> None:
-        first = read_header(name)
-        self._name = name
+    def __init__(self, first: Opened, read_header: Callable[[str], Opened], pool: ThreadPoolExecutor) -> None:
+        self._name = name = first[0].name
         self._header = first[1]
         others = [pool.submit(read_header, other) for other in self._other_parts()]
         parts = [first, *(future.result() for future in others)]

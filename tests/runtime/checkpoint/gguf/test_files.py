@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
+from medusa_runtime.checkpoint.gguf import compiled_strings, header
 from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.checkpoint.gguf.header import GgufHeader, read_header
 from medusa_runtime.checkpoint.index import WeightIndex
@@ -58,10 +59,20 @@ def config(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def _strings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read strings by each of both ways."""
+    if request.param == "python":
+        monkeypatch.setattr(header, "gather_strings", lambda: None)
+    else:
+        assert compiled_strings.gather_strings() is not None
+
+
 def test_all_kinds_of_values(tmp_path: Path) -> None:
     keys = {
         "a.text": "ä\n", "a.flag": True, "a.number": 7, "a.float": 0.5,
-        "a.texts": ["x", "", "日本"], "a.flags": [True, False], "a.numbers": [1, -2, 1 << 30], "a.floats": [0.25, -1.0],
+        "a.texts": ["x", "", "日本"], "a.nuls": ["x", "\0y"],
+        "a.flags": [True, False], "a.numbers": [1, -2, 1 << 30], "a.floats": [0.25, -1.0],
     }  # fmt: skip
     found = parsed(write(tmp_path / "m.gguf", keys).read_bytes()).metadata
     assert {key: found[key] for key in keys} == keys
