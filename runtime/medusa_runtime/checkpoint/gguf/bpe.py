@@ -5,7 +5,6 @@ Source: the ``tokenizers`` package, which reads the result, and llama.cpp's ``ll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain, repeat
 from math import isfinite
 from operator import mul
@@ -22,6 +21,7 @@ _SCORES = "tokenizer.ggml.scores"
 _MOST_MERGES = 1 << 21
 _LONGEST = 1000  # characters of a token that is made from others
 _MOST_WORK = 1 << 26  # of the tokens' squared lengths, since each is split at each character. Gemma's have 11 million
+_FILLER = "[PAD"  # how converters begin the names of ids that the model's tokenizer does not have
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 Document = dict[str, Any]
@@ -95,38 +95,25 @@ def characters(vocabulary: Vocabulary, *, adds_space: bool) -> Document:
 def read_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
     """Return the file's merges, and the unused tokens that they name or make. Raises CorruptError.
 
-    There are 300,000 in a file, so nothing loops over them in Python.
+    There are 300,000 in a file, and a fetch waits for them. So nothing loops over them in Python, and whether they name
+    tokens is left to the package that reads them.
     """
-    metadata, ids = vocabulary.metadata, vocabulary.ids
+    metadata = vocabulary.metadata
     merges = metadata.strings(MERGES)
     if merges is None:
         raise metadata.error(MERGES, "an array of pairs of tokens", "no such key")
     if len(merges) > _MOST_MERGES:
         raise metadata.error(MERGES, f"at most {_MOST_MERGES} pairs", str(len(merges)))
     result: Merges = merges
-    if not merges or set(map(str.count, merges, repeat(" "))) == {1}:
-        text = " ".join(merges)
-        named = set(text.split(" ")) if merges else set()
-        made: Iterable[str] = map(str.replace, merges, repeat(" "), repeat(""))
-        if "#version" in text:  # the package takes such a line for the first one of a merges.txt
-            result = [merge.split(" ") for merge in merges]
-    else:
-        result = pairs = [[merge[: (at := merge.find(" ", 1))], merge[at + 1 :]] for merge in merges]
-        named = set(chain.from_iterable(pairs))
-        made = map("".join, pairs)
-    unused = vocabulary.unused
-    if unused:
-        made = set(made)
-    if not (named.issubset(ids) and all(map(ids.__contains__, made))):
-        at = next(at for at, merge in enumerate(merges) if not _is_merge(merge, ids))
-        expected = "two tokens with a space between them, which are a token together"
-        raise metadata.error(f"{MERGES}[{at}]", expected, f"{merges[at][:80]!r}")
-    return result, unused.intersection(chain(named, made)) if unused else unused
-
-
-def _is_merge(merge: str, ids: dict[str, int]) -> bool:
-    at = merge.find(" ", 1)
-    return merge[:at] in ids and merge[at + 1 :] in ids and merge[:at] + merge[at + 1 :] in ids
+    if merges and set(map(str.count, merges, repeat(" "))) != {1}:
+        result = [[merge[: (at := merge.find(" ", 1))], merge[at + 1 :]] for merge in merges]
+    elif "#version" in "\n".join(merges):  # the package takes such a line for the first one of a merges.txt
+        result = [merge.split(" ") for merge in merges]
+    unused = {token for token in vocabulary.unused if not token.startswith(_FILLER)}
+    if not unused:
+        return result, unused
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in result]
+    return result, unused.intersection(chain(chain.from_iterable(pairs), map("".join, pairs)))
 
 
 def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from random import Random
@@ -294,9 +295,6 @@ def refused(metadata: dict[str, Any], kind: type[MedusaError], message: str) -> 
         ("token_type", [1.0] * 384, CorruptError, "an array of numbers, found 1.0 at index 0"),
         ("merges", None, CorruptError, "expected tokenizer.ggml.merges to be an array of pairs of tokens"),
         ("merges", [["a", "b"]], CorruptError, "an array of strings, found an array at index 0"),
-        ("merges", ["! !", "a unheard-of"], CorruptError, "merges.0. to be two tokens .*, found '! !'"),
-        ("merges", ["ab"], CorruptError, "merges.0. to be two tokens with a space between them.*, found 'ab'"),
-        ("merges", [""], CorruptError, "merges.0. to be two tokens"),
         ("bos_token_id", 384, CorruptError, "bos_token_id to be the id of one of 384 tokens, found 384"),
         ("bos_token_id", True, CorruptError, "bos_token_id to be the id of one of 384 tokens, found true or false"),
         ("eot_token_id", -2, CorruptError, "eot_token_id to be the id of one of 384 tokens, found -2"),
@@ -307,6 +305,13 @@ def refused(metadata: dict[str, Any], kind: type[MedusaError], message: str) -> 
 def test_what_is_refused(key: str, value: Any, kind: type[MedusaError], message: str) -> None:
     metadata = of_bytes() | {f"tokenizer.ggml.{key}": value}
     refused({key: value for key, value in metadata.items() if value is not None}, kind, message)
+
+
+@pytest.mark.parametrize("merge", ["! !", "a unheard-of", "ab", ""])
+def test_merges_that_name_no_tokens_are_refused_by_their_reader(merge: str) -> None:
+    files = tokenizer_files("m.gguf", of_bytes() | {"tokenizer.ggml.merges": [merge]})
+    with pytest.raises(CorruptError, match=r"^tokenizer.json: .* out of vocabulary"):
+        parse(files["tokenizer.json"])
 
 
 @pytest.mark.parametrize(
@@ -383,11 +388,9 @@ def test_whatever_a_file_says_is_refused_or_parsed(make: Callable[[], dict[str, 
                 metadata[key] = value
             else:
                 metadata[key] = random.choice(strange)
-        try:
+        with contextlib.suppress(MedusaError):  # any other error fails
             files = tokenizer_files("m.gguf", metadata)
-        except MedusaError:
-            continue
-        if files:
-            parse(files["tokenizer.json"]).encode("Hello, <|eot_id|> world 12  é")
-            parsed += 1
+            if files:
+                parse(files["tokenizer.json"]).encode("Hello, <|eot_id|> world 12  é")
+                parsed += 1
     assert parsed > 10
