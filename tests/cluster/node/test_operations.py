@@ -95,7 +95,8 @@ def test_a_node_says_that_it_is_ready_although_the_controller_once_answered_with
         nothing: Any = None
         shown: list[str] = []
         server = NodeServer(settings, shown.append, nothing)
-        answers: list[Any] = [ClusterError("no node server"), {}, {"nodes": [{"name": "n1", "state": "alive"}]}]
+        known = {"name": "n1", "state": "alive", "address": settings.address}
+        answers: list[Any] = [ClusterError("no node server"), {}, {"nodes": [known]}]
 
         class Controller:
             async def call(self, *_: object) -> Any:
