@@ -1,4 +1,4 @@
-"""What this node needs and another one has: Ray's ports, on the same machine, or the name, in the same cluster."""
+"""Checks that Ray's ports are free on this machine, and that no other node of the cluster has this one's name."""
 
 from __future__ import annotations
 

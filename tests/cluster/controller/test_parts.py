@@ -50,7 +50,7 @@ def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> 
 def test_a_plan_is_used_without_the_deployments_that_this_version_refuses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of another version: the instances of the others go on."""
+    """A deployment that this version refuses must not end the instances of others."""
     path, plan = tmp_path / "plan.json", ClusterPlan({"m": Deployment("m", "s3://b/m")}, {"n": 1.0})
     write_plan(path, ClusterPlan({"x": Deployment("x", "s3://b/x", min=2, max=1), **plan.deployments}, plan.draining))
     text = path.read_text()

@@ -260,7 +260,7 @@ def test_an_instance_that_has_ended_gives_404(tmp_path: Path) -> None:
 
 
 def test_an_instance_gets_requests_while_it_drains_but_not_once_it_ends(tmp_path: Path) -> None:
-    """What it took then it would break off, and a gateway would count that as an instance that was lost."""
+    """An ending instance would break such a request off, and a gateway would count the instance as lost."""
 
     async def scenario(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> None:
         assert upstream.instances
@@ -335,7 +335,7 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
 
 
 def test_a_node_is_refused_the_name_of_another_one_that_answers(tmp_path: Path) -> None:
-    """As on two machines that were made of one image, with one hostname."""
+    """Two machines made from one image have one hostname, and so one name."""
     nodes = [{"name": "n1", "address": ""}, {"name": "gone", "address": f"127.0.0.1:{free_port()}"}]
 
     async def answer(_: dict[str, object]) -> object:

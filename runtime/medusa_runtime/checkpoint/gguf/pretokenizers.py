@@ -45,7 +45,7 @@ _DIGITS_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 class PreTokenizer(NamedTuple):
-    """What a name stands for.
+    """A way of splitting a text into words, which a GGUF file gives by name.
 
     Each of ``splits`` is a regular expression, applied to what those before it left; its matches and what lies between
     them become parts. ``ignore_merges``: a word that is a token is not merged from its bytes. ``adds_bos``: a text gets

@@ -27,7 +27,7 @@ class BlockCodes(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether the values are stored as [in, out]: never, as they are with ``Codes``."""
+        """Whether the values are stored as [in, out], which ggml never does; ``Codes`` has the same property."""
         return False
 
     @property
