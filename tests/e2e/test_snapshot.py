@@ -254,6 +254,47 @@ def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path)
     assert _SECRET.encode() not in memory.read_bytes()
 
 
+def test_tokenizers_of_models_are_kept(start: Start, example: Path, tmp_path: Path) -> None:
+    changed, folder = tmp_path / "changed", tmp_path / "snapshots"
+    subprocess.run(["cp", "-r", example, changed], check=True)
+    made = medusa("snapshot", "--out", folder, "--model", example)
+    assert made.returncode == 0, made.stderr
+    tokenizer = json.loads((changed / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (changed / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for model, kept in ((example, True), (changed, False)):
+        ids = []
+        for snapshots in (folder, "none"):
+            serving = start("--model", model, "--snapshots", snapshots)
+            ids.append(serving.request("POST", "/tokenize", {"prompt": "Some Text"})[1]["tokens"])
+            assert continues(serving.process.pid) == (snapshots == folder)
+            stages = serving.request("GET", "/timeline")[1]["stages"]
+            [found] = [stage["detail"]["kept"] for stage in stages if stage["name"] == "tokenizer"]
+            assert found == (kept and snapshots == folder)
+            assert serving.stop() == 0
+        assert ids[0] == ids[1]
+
+
+def test_tokenizers_that_cannot_be_kept(example: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (bare := tmp_path / "bare").mkdir()
+    for folder in (tmp_path, bare):
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to(example / name)
+    for flags, message in (
+        (("--model", tmp_path), "no snapshot was made: tokenizer.json: expected the JSON of a fast tokenizer"),
+        (("--model", tmp_path / "none"), "none"),
+        (("--model", bare), "expected a model with a tokenizer.json, found none"),
+        (("--model", ""), "found an empty text"),
+        (("--model", example, "--engine", "vllm"), "expected --engine torch, whose tokenizers are kept, found vllm"),
+    ):
+        refused = medusa("snapshot", "--out", tmp_path / "out", *flags)
+        assert refused.returncode in (1, 2)
+        assert message in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1, refused.stderr
+        assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
 def test_bad_calls_are_one_line_and_removing_removes(tmp_path: Path, snapshots: Path) -> None:
     (tmp_path / "file").touch()
     refused = medusa("snapshot", "--out", tmp_path / "file")

@@ -188,10 +188,10 @@ def _shadowed_in(folder: str, package: str) -> str | None:
     return None
 
 
-def save(folder: str, engine: str) -> None:
+def save(folder: str, engine: str, tokenizers: str) -> None:
     """Import what the processes of an instance with this engine import, and save this process.
 
-    Raises SnapshotError.
+    It also keeps the tokenizers of all files in the folder ``tokenizers``. Raises SnapshotError.
     """
     from medusa_runtime.compiled_library import LIBRARY
     from medusa_runtime.process import share_cores
@@ -205,6 +205,7 @@ def save(folder: str, engine: str) -> None:
         if (why := _import_vllm() if engine == "vllm" else _import_torch()) is not None:
             raise SnapshotError(why)
         _import_everything_else()
+    _keep_tokenizers(tokenizers)
     _leave_threads()
 
     def resumed(arguments: list[str]) -> int:
@@ -309,8 +310,22 @@ def _import_everything_else() -> None:
         prepare(command)
 
 
+def _keep_tokenizers(folder: str) -> None:
+    from medusa_runtime.engine.serving.tokenizer import keep
+    from medusa_runtime.errors import MedusaError
+    from medusa_snapshot.saving import SnapshotError
+
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb") as file:
+            data = file.read()
+        try:
+            keep(data)
+        except MedusaError as error:
+            raise SnapshotError(str(error)) from None
+
+
 def main() -> int:
-    """Save this process in the folder and for the engine that the command line names; returns the exit status.
+    """Save this process as the command line says, which has the arguments of ``save``; returns the exit status.
 
     SIGALRM ends it, and shows on stderr where it was.
     """
@@ -324,7 +339,7 @@ def main() -> int:
 
     faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
     try:
-        save(sys.argv[1], sys.argv[2])
+        save(*sys.argv[1:])
     except SnapshotError as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.config import from_env
 from medusa_runtime.device.choice import installed_cuda
 from medusa_runtime.errors import ConfigError, MedusaError, StateError
 from medusa_runtime.process import die_with_parent
+from medusa_runtime.storage.base import redacted
 from medusa_snapshot.conditions import variables
 from medusa_snapshot.resuming import MEMORY, default_folder, place
 from medusa_snapshot.saving import leave_room, remove_unfinished
@@ -36,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=serving_process.VARIABLES, default=_engine(os.environ),
         help="for starts with this engine; torch: and for those with none (default: MEDUSA_ENGINE's, or torch)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", metavar="URL", action="append", default=[],
+        help="also keep this model's tokenizer, so that its starts need not read it; may be repeated (--engine torch)",
     )  # fmt: skip
     parser.add_argument(
         "--if-possible",
@@ -91,7 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise StateError("no snapshot was made: with vLLM there are snapshots on x86-64 only")
         if arguments.if_possible and (why := _untried(arguments.engine)) is not None:
             raise StateError(f"no snapshot was made: {why}; `medusa snapshot` makes one")
-        _save(folder, arguments.engine, arguments.timeout_s)
+        if arguments.model and arguments.engine != "torch":
+            raise ConfigError(f"--model: expected --engine torch, whose tokenizers are kept, found {arguments.engine}")
+        _save(folder, arguments.engine, arguments.timeout_s, list(map(_tokenizer, arguments.model)))
     except MedusaError as error:
         remove_unfinished(target)
         if not arguments.if_possible:
@@ -103,8 +112,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _save(folder: str, engine: str, timeout_s: int) -> None:
-    """Save a new process. Its environment is not this one's, which may have secrets: others may read the snapshot."""
+def _tokenizer(url: str) -> bytes:
+    """Return the tokenizer.json of a model. Raises ConfigError if it has none."""
+    model = from_env({}, model=url).model
+    checkpoint = open_checkpoint(model or "")
+    checkpoint.store.close()
+    try:
+        return checkpoint.files["tokenizer.json"]
+    except KeyError:
+        raise ConfigError(f"--model={redacted(url)}: expected a model with a tokenizer.json, found none") from None
+
+
+def _save(folder: str, engine: str, timeout_s: int, tokenizers: Sequence[bytes]) -> None:
+    """Save a new process. Its environment is not this one's, which may have secrets: others may read the snapshot.
+
+    ``tokenizers`` has the tokenizer.json of each model whose tokenizer it keeps.
+    """
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TZ") if name in os.environ}
     parent = os.getpid()
     try:
@@ -119,13 +142,16 @@ def _save(folder: str, engine: str, timeout_s: int) -> None:
 
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        found = subprocess.run(
-            [sys.executable, "-c", _SAVE, folder, engine],
-            env={**kept, **variables(os.environ, serving_process.VARIABLES[engine]), "TMPDIR": temporary},
-            cwd="/",  # gunicorn, as it was imported, expects this folder to exist
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
-            errors="replace", preexec_fn=prepare,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory(dir=temporary, prefix="medusa-tokenizers-") as given:
+            for number, data in enumerate(tokenizers):
+                Path(given, str(number)).write_bytes(data)
+            found = subprocess.run(
+                [sys.executable, "-c", _SAVE, folder, engine, given],
+                env={**kept, **variables(os.environ, serving_process.VARIABLES[engine]), "TMPDIR": temporary},
+                cwd="/",  # gunicorn, as it was imported, expects this folder to exist
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+                errors="replace", preexec_fn=prepare,
+            )  # fmt: skip
     except OSError as error:
         raise StateError(f"{folder}: {error.strerror}; {serving_process.OTHER_FOLDER}") from None
     if found.returncode == -signal.SIGALRM:

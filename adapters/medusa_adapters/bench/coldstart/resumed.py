@@ -24,11 +24,15 @@ class Snapshot:
         self._engine = engine
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def env(self) -> dict[str, str]:
-        """Return what lets a command continue from it. Raises MedusaError where no snapshot can be made."""
+    def env(self, model: str | None = None) -> dict[str, str]:
+        """Return what lets a command continue from it, which has the tokenizer of ``model`` if the engine is torch.
+
+        Raises MedusaError where no snapshot can be made.
+        """
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="medusa-snapshot-")
             command = [*self._medusa, "snapshot", "--engine", self._engine, "--out", self._folder.name]
+            command += ["--model", model] if model and self._engine == "torch" else []
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise MedusaError(f"medusa snapshot: {made.stderr.strip()}")
@@ -47,7 +51,7 @@ class ResumedMedusa(Medusa):
         self._snapshot = Snapshot(self.command, engine)
 
     def prepared(self, question: Question) -> Question:
-        return replace(question, env={**question.env, **self._snapshot.env()})
+        return replace(question, env={**question.env, **self._snapshot.env(question.folder or question.model)})
 
     def sample(self, question: Question) -> Sample:
         return super().sample(self.prepared(question))

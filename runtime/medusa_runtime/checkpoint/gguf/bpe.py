@@ -12,8 +12,9 @@ from typing import Any
 
 from ...errors import ConfigError, ModelError
 from .metadata import Metadata
+from .packed_strings import split_tokens
 from .pretokenizers import BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
-from .vocabulary import NORMAL, Vocabulary
+from .vocabulary import NORMAL, TOKENS, Vocabulary
 
 MERGES = "tokenizer.ggml.merges"
 PRE = "tokenizer.ggml.pre"
@@ -25,7 +26,7 @@ _FILLER = "[PAD"  # how converters begin the names of ids that the model's token
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 Document = dict[str, Any]
-Merges = list[str] | list[list[str]]
+Merges = list[str] | list[list[str]] | bytes  # bytes: their JSON
 
 
 def pre_tokenizer(metadata: Metadata) -> PreTokenizer:
@@ -99,17 +100,20 @@ def read_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
     tokens is left to the package that reads them.
     """
     metadata = vocabulary.metadata
+    unused = {token for token in vocabulary.unused if not token.startswith(_FILLER)}
+    packed = None if unused else metadata.packed(MERGES)
+    if packed is not None and len(packed) <= _MOST_MERGES and (text := packed.pairs_as_json()) is not None:
+        return text, unused
     merges = metadata.strings(MERGES)
     if merges is None:
         raise metadata.error(MERGES, "an array of pairs of tokens", "no such key")
     if len(merges) > _MOST_MERGES:
         raise metadata.error(MERGES, f"at most {_MOST_MERGES} pairs", str(len(merges)))
-    result: Merges = merges
+    result: list[str] | list[list[str]] = merges
     if merges and set(map(str.count, merges, repeat(" "))) != {1}:
         result = [[merge[: (at := merge.find(" ", 1))], merge[at + 1 :]] for merge in merges]
     elif "#version" in "\n".join(merges):  # the package takes such a line for the first one of a merges.txt
         result = [merge.split(" ") for merge in merges]
-    unused = {token for token in vocabulary.unused if not token.startswith(_FILLER)}
     if not unused:
         return result, unused
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in result]
@@ -122,14 +126,14 @@ def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
     SentencePiece joins the two neighbours whose token has the highest score. Special tokens are never made from text.
     Returns no unused tokens.
     """
-    tokens, types = vocabulary.tokens, vocabulary.types
+    tokens = vocabulary.tokens
     scores = vocabulary.metadata.numbers(_SCORES, len(tokens), float, int)
     if scores is None:
         raise vocabulary.metadata.error(_SCORES, f"{len(tokens)} numbers, one for each token", "no such key")
     if not all(map(isfinite, scores)):
         raise vocabulary.metadata.error(_SCORES, "finite numbers", "others")
-    normal = [at for at, kind in enumerate(types) if kind <= NORMAL]
-    pieces = {tokens[at] for at in normal}
+    normal = vocabulary.numbers(0, NORMAL)
+    pieces = set(map(tokens.__getitem__, normal))
     lengths = list(map(len, pieces))
     if max(lengths, default=0) > _LONGEST or sum(map(mul, lengths, lengths)) > _MOST_WORK:
         raise ModelError(
@@ -137,14 +141,18 @@ def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
             f"at most {_MOST_WORK} together, found longer ones; put the model's tokenizer.json beside the file"
         )
     normal.sort(key=scores.__getitem__, reverse=True)
+    packed = None if vocabulary.has_empty else vocabulary.metadata.packed(TOKENS)
+    found = None if packed is None else split_tokens(packed, normal)
+    if found is not None and (text := found.pairs_as_json()) is not None:
+        return text, set()
     pairs = [
         (left, right)
         for token in map(tokens.__getitem__, normal)
         for cut in range(1, len(token))
         if (right := token[cut:]) in pieces and (left := token[:cut]) in pieces  # faster than the left part first
     ]
-    text = "".join(pieces)
-    if " " in text or "#version" in text:
+    joined = "".join(pieces)
+    if " " in joined or "#version" in joined:
         return list(map(list, pairs)), set()
     return list(map(" ".join, pairs)), set()
 

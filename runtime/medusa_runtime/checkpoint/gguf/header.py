@@ -19,7 +19,7 @@ from ...errors import CorruptError, ModelError, short_repr
 from ...imports.gc_paused import gc_paused
 from ..header import MOST_TENSORS, HeaderEntry, too_many_tensors
 from .blocks import BLOCKS
-from .compiled_strings import CUT_SHORT, gather_strings
+from .packed_strings import CUT_SHORT, PackedStrings, gather_strings
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the first version had counts of 32 bits, and was used for weeks
@@ -194,7 +194,7 @@ class _Cursor:
             return self._strings(key, 1)[0]
         return self._list(key, kind, 1)[0]
 
-    def _list(self, key: str, kind: int, count: int) -> list[Any]:
+    def _list(self, key: str, kind: int, count: int) -> list[Any] | PackedStrings:
         if kind == _STRING:
             return self._strings(key, count)
         if kind not in _NUMBERS:
@@ -207,7 +207,7 @@ class _Cursor:
         values.frombytes(self.take(count * values.itemsize))
         return [bool(value) for value in values] if _NUMBERS[kind] == "?" else values.tolist()
 
-    def _strings(self, key: str, count: int) -> list[str]:
+    def _strings(self, key: str, count: int) -> list[str] | PackedStrings:
         gather = gather_strings()
         while gather is not None:
             found, end = gather(self._data, self.position, count)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import CorruptError, json_kind, short_repr
+from .packed_strings import PackedStrings
 
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # converters write these for a special token that a model does not have
 
@@ -65,13 +66,13 @@ class Metadata:
     def text(self, key: str) -> str | None:
         value = self._values.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.error(key, "a string", json_kind(value))
+            raise self.error(key, "a string", _kind(value))
         return value
 
     def flag(self, key: str) -> bool | None:
         value = self._values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.error(key, "true or false", json_kind(value))
+            raise self.error(key, "true or false", _kind(value))
         return value
 
     def token_id(self, key: str, tokens: int) -> int | None:
@@ -84,21 +85,29 @@ class Metadata:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        return self._items(key, "strings", str)
+        if (packed := self.packed(key)) is not None:
+            return packed.strings
+        found: list[str] | None = self._items(key, "strings", str)
+        return found
+
+    def packed(self, key: str) -> PackedStrings | None:
+        """Return strings as they are in the header; None if they are not packed, or there are none."""
+        value = self._values.get(key)
+        return value if isinstance(value, PackedStrings) else None
 
     def numbers(self, key: str, count: int | None, *kinds: type) -> list[Any] | None:
         """Return an array of ``count`` numbers, one for each token, or of any length if this is None."""
-        values = self._items(key, "numbers", *kinds)
+        values: list[Any] | None = self._items(key, "numbers", *kinds)
         if values is not None and count is not None and len(values) != count:
             raise self.error(key, f"{count} numbers, one for each token", str(len(values)))
         return values
 
-    def _items(self, key: str, what: str, *kinds: type) -> list[Any] | None:
+    def _items(self, key: str, what: str, *kinds: type) -> Any:
         values = self._values.get(key)
         if values is None:
             return None
-        if not isinstance(values, list):
-            raise self.error(key, "an array", json_kind(values))
+        if not isinstance(values, (list, PackedStrings)):
+            raise self.error(key, "an array", _kind(values))
         if others := set(map(type, values)).difference(kinds):
             at, value = next((at, value) for at, value in enumerate(values) if type(value) in others)
             raise self.error(key, f"an array of {what}", f"{_shown(value)} at index {at}")
@@ -106,4 +115,8 @@ class Metadata:
 
 
 def _shown(value: Any) -> str:
-    return str(value) if type(value) in (int, float) else json_kind(value)
+    return str(value) if type(value) in (int, float) else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return json_kind([] if isinstance(value, PackedStrings) else value)

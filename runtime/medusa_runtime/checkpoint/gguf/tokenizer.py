@@ -53,14 +53,13 @@ def tokenizer_files(name: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     bos = _added(vocabulary, "bos", adds_bos) if kind != "gemma4" else vocabulary.special.get("bos_token")
     eos = _added(vocabulary, "eos", False)
     document["post_processor"] = _post_processor(vocabulary, document["post_processor"], bos, eos)
+    begin = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added_tokens(_stripped(vocabulary)),
+    }
     files = {
-        "tokenizer.json": {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": vocabulary.added_tokens(_stripped(vocabulary)),
-            **document,
-        },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -72,7 +71,18 @@ def tokenizer_files(name: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     }
     if vocabulary.ends:
         files["generation_config.json"] = {"eos_token_id": vocabulary.ends}
-    return {file: _json(content) for file, content in files.items()}
+    return {"tokenizer.json": _tokenizer({**begin, **document}), **{name: _json(each) for name, each in files.items()}}
+
+
+def _tokenizer(document: dict[str, Any]) -> bytes:
+    """Return the text of tokenizer.json. The vocabulary and the merges may be text already."""
+    model = document.pop("model")
+    large = {name: model.pop(name) for name in ("vocab", "merges")}
+    texts = {name: part if isinstance(part, bytes) else _json(part) for name, part in large.items()}
+    return b"".join((
+        _json(document)[:-1], b',"model":', _json(model)[:-1], b',"vocab":', texts["vocab"], b',"merges":',
+        texts["merges"], b"}}",
+    ))  # fmt: skip
 
 
 def _added(vocabulary: Vocabulary, which: str, default: bool) -> int | None:

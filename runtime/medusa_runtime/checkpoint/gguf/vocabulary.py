@@ -5,6 +5,7 @@ Source: llama.cpp's ``llama-vocab.cpp``.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 from ...errors import ModelError
@@ -59,8 +60,8 @@ class Vocabulary:
         self.special = {name: at for name, key in _SPECIAL.items() if (at := self._special_id(key)) is not None}
         self.types = self._types()
         self.ends = self._ends()
-        self.added = [at for at, kind in enumerate(self.types) if UNKNOWN <= kind <= USER_DEFINED]
-        self.unused = {self.tokens[at] for at, kind in enumerate(self.types) if kind == UNUSED}
+        self.added = self.numbers(UNKNOWN, CONTROL, USER_DEFINED)
+        self.unused = {self.tokens[at] for at in self.numbers(UNUSED)}
         characters = sum(len(self.tokens[at]) for at in self.added)
         if len(self.added) > _MOST_ADDED or characters > _MOST_ADDED_CHARACTERS:
             raise ModelError(
@@ -95,8 +96,18 @@ class Vocabulary:
             for at in self.added
         ]
 
-    def used(self, needed: set[str]) -> dict[str, int]:
-        """Return the tokens' ids without the unused ones, which have no text, except for those that are ``needed``."""
+    def used(self, needed: set[str]) -> dict[str, int] | bytes:
+        """Return the tokens' ids without the unused ones, which have no text, except for those that are ``needed``.
+
+        It may be the JSON of them.
+        """
+        packed = None if self.has_empty else self.metadata.packed(TOKENS)
+        if packed is not None:
+            left_out = bytearray(len(self.tokens))
+            for token in self.unused - needed:
+                left_out[self.ids[token]] = 1
+            if (text := packed.numbered_as_json(bytes(left_out))) is not None:
+                return text
         ids = dict(self.ids) if self.unused else self.ids
         for token in self.unused - needed:
             del ids[token]
@@ -108,7 +119,13 @@ class Vocabulary:
             raise self.metadata.error(TOKENS, "an array of tokens", "none")
         if len(tokens) > _MOST_TOKENS:
             raise ModelError(f"{self.metadata.name}: expected at most {_MOST_TOKENS} tokens, found {len(tokens)}")
-        return [token or f"[EMPTY_{at}]" for at, token in enumerate(tokens)] if "" in tokens else tokens
+        self.has_empty = "" in tokens
+        return [token or f"[EMPTY_{at}]" for at, token in enumerate(tokens)] if self.has_empty else tokens
+
+    def numbers(self, *kinds: int) -> list[int]:
+        """Return the numbers of all tokens of these types."""
+        octets = bytes(self.types).translate(bytes(kind in kinds for kind in range(256)))
+        return list(compress(range(len(octets)), octets))
 
     def _special_id(self, key: str) -> int | None:
         return self.metadata.token_id(f"tokenizer.ggml.{key}_token_id", len(self.tokens))

@@ -30,6 +30,7 @@ _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model, or vocab.json "
     "and merges.txt, transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
 )
+_kept: list[tuple[bytes, Any]] = []  # the tokenizers of a snapshot, each with its tokenizer.json
 
 
 class Tokenizer:
@@ -214,11 +215,21 @@ class Tokenizer:
     def _load(self) -> None:
         assert self._data is not None
         try:
-            with self._timeline.stage("tokenizer", bytes=len(self._data)):
-                self._tokenizer = parse(self._data)
+            with self._timeline.stage("tokenizer", bytes=len(self._data)) as detail:
+                kept = next((parsed for text, parsed in _kept if text == self._data), None)
+                detail["kept"] = kept is not None
+                self._tokenizer = parse(self._data) if kept is None else kept
         except MedusaError as error:
             self._error = error
         self._data = None
+
+
+def keep(data: bytes) -> None:
+    """Parse a tokenizer.json, and keep the tokenizer for engines, in this process or its children, that get the same.
+
+    Parsing the one of Llama 3 takes half a second, in which no other thread of Python runs. Raises like ``parse``.
+    """
+    _kept.append((data, parse(data)))
 
 
 def parse(data: bytes) -> Any:

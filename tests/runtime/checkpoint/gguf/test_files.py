@@ -11,9 +11,10 @@ from typing import Any
 import numpy
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
-from medusa_runtime.checkpoint.gguf import compiled_strings, header
+from medusa_runtime.checkpoint.gguf import header, packed_strings
 from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.checkpoint.gguf.header import GgufHeader, read_header
+from medusa_runtime.checkpoint.gguf.packed_strings import PackedStrings
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, ModelError, ObjectNotFoundError
@@ -65,7 +66,7 @@ def _strings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "python":
         monkeypatch.setattr(header, "gather_strings", lambda: None)
     else:
-        assert compiled_strings.gather_strings() is not None
+        assert packed_strings.gather_strings() is not None
 
 
 def test_all_kinds_of_values(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
         "a.flags": [True, False], "a.numbers": [1, -2, 1 << 30], "a.floats": [0.25, -1.0],
     }  # fmt: skip
     found = parsed(write(tmp_path / "m.gguf", keys).read_bytes()).metadata
-    assert {key: found[key] for key in keys} == keys
+    assert {key: list(found[key]) if isinstance(found[key], PackedStrings) else found[key] for key in keys} == keys
     assert [type(found[key][0]) for key in ("a.texts", "a.flags", "a.numbers", "a.floats")] == [str, bool, int, float]
 
 

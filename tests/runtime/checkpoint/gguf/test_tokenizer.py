@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from gguf_vocabulary import CONTROL, NORMAL, USER_DEFINED, gguf_metadata
 from medusa_handler.model.chat_template import ChatTemplate
+from medusa_runtime.checkpoint.gguf import tokenizer as tokenizer_module
+from medusa_runtime.checkpoint.gguf.packed_strings import PackedStrings
 from medusa_runtime.checkpoint.gguf.tokenizer import tokenizer_files
 from medusa_runtime.engine.serving.detokenizer import Detokenizer
 from medusa_runtime.engine.serving.tokenizer import parse
@@ -71,6 +73,23 @@ def characters_of(*, adds_space: bool) -> Tokenizer:
     parsed.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS])
     parsed.add_tokens([AddedToken("<|tool|>", special=False, normalized=False)])
     return parsed
+
+
+@pytest.fixture(params=["packed", "lists"], autouse=True)
+def _strings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each tokenizer of packed strings, as the compiled library leaves them, and of lists."""
+
+    def files_of_packed(name: str, metadata: dict[str, Any]) -> dict[str, bytes]:
+        return tokenizer_module.tokenizer_files(name, {key: packed(value) for key, value in metadata.items()})
+
+    if request.param == "packed":
+        monkeypatch.setitem(globals(), "tokenizer_files", files_of_packed)
+
+
+def packed(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(each, str) and "\0" not in each for each in value):
+        return PackedStrings("".join(f"{each}\0" for each in value).encode())
+    return value
 
 
 def of_bytes(**more: Any) -> dict[str, Any]:
