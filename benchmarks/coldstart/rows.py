@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from medusa_adapters.bench.coldstart.resumed import ResumedMedusa
+from medusa_adapters.bench.coldstart.rows import EAGER, ContestantFactory
 from medusa_adapters.bench.coldstart.rows import ROWS as OURS
-from medusa_adapters.bench.coldstart.rows import ContestantFactory
 from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 
@@ -17,6 +18,10 @@ _IMPORT = "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"
 
 ROWS: dict[str, ContestantFactory] = {
     **OURS,
+    "torch-snapshot-any": lambda _: ResumedMedusa("torch", name="torch-snapshot-any", tokenizer=False),
+    "vllm-snapshot-any": lambda python: ResumedMedusa(
+        "vllm", name="vllm-snapshot-any", python=python, flags=EAGER, tokenizer=False
+    ),
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
     "vllm-snapshot-compiled": lambda python: ResumedCompiled(name="vllm-snapshot-compiled", python=python),
     "torch-node": lambda _: NodeStart("torch", name="torch-node"),
@@ -29,9 +34,12 @@ ROWS: dict[str, ContestantFactory] = {
 }
 
 _NODE = "`medusa node --prewarm {}=1`, until its idle engine process is warm; nothing is asked."
+_ANY = "The same after `medusa snapshot` without `--model`: the start reads the tokenizer."
 _NODE_SNAPSHOT = "The same after `medusa snapshot --engine {}`."
 LABELS: Labels = {
     **OUR_LABELS,
+    "torch-snapshot-any": Label("medusa-runtime, from a snapshot for any model", _ANY),
+    "vllm-snapshot-any": Label("medusa-runtime with vLLM, from a snapshot for any model", _ANY),
     "vllm-compiled": Label(
         "medusa-runtime with vLLM, compiled",
         "`medusa serve --engine vllm` with compiled code from a state bundle.",
@@ -64,5 +72,5 @@ LABELS: Labels = {
 # The members of a set must generate the same tokens: they decode greedily, with the same code and the same weights.
 SAME_TOKENS = (
     frozenset({"vllm-compiled", "vllm-snapshot-compiled", *STARTS} - {"vllm-eager-baseline"}),
-    frozenset({"vllm-cold", "vllm-snapshot", "vllm-prewarmed", "vllm-eager-baseline"}),
+    frozenset({"vllm-cold", "vllm-snapshot", "vllm-snapshot-any", "vllm-prewarmed", "vllm-eager-baseline"}),
 )

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", metavar="URL", action="append", default=[],
-        help="also keep this model's tokenizer, so that its starts need not read it; may be repeated (--engine torch)",
+        help="also keep this model's tokenizer, so that its starts need not read it; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--if-possible",
@@ -98,8 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise StateError("no snapshot was made: with vLLM there are snapshots on x86-64 only")
         if arguments.if_possible and (why := _untried(arguments.engine)) is not None:
             raise StateError(f"no snapshot was made: {why}; `medusa snapshot` makes one")
-        if arguments.model and arguments.engine != "torch":
-            raise ConfigError(f"--model: expected --engine torch, whose tokenizers are kept, found {arguments.engine}")
         _save(folder, arguments.engine, arguments.timeout_s, list(map(_tokenizer, arguments.model)))
     except MedusaError as error:
         remove_unfinished(target)

@@ -21,11 +21,11 @@ OURS: Labels = {
     "torch": Label(
         "medusa-runtime", "`medusa serve`, from a process that does not exist yet to the first token over HTTP."
     ),
-    "torch-snapshot": Label("medusa-runtime, from a snapshot", "The same after `medusa snapshot`."),
+    "torch-snapshot": Label("medusa-runtime, from a snapshot", "The same after `medusa snapshot --model`."),
     "torch-prewarmed": Label("medusa-runtime, pre-warmed", _WITH_AGENT),
     "vllm-cold": Label("medusa-runtime with vLLM", "`medusa serve --engine vllm`, without compiled code."),
     "vllm-snapshot": Label(
-        "medusa-runtime with vLLM, from a snapshot", "The same after `medusa snapshot --engine vllm`."
+        "medusa-runtime with vLLM, from a snapshot", "The same after `medusa snapshot --engine vllm --model`."
     ),
     "vllm-prewarmed": Label("medusa-runtime with vLLM, pre-warmed", _WITH_AGENT),
 }

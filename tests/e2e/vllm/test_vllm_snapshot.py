@@ -29,11 +29,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def snapshots(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
     folder = tmp_path_factory.mktemp("snapshots")
     made = subprocess.run(
-        [MEDUSA, "snapshot", "--engine", "vllm", "--out", folder], env=plain_environ(), capture_output=True, text=True,
-        check=False, timeout=300,
+        [MEDUSA, "snapshot", "--engine", "vllm", "--out", folder, "--model", example], env=plain_environ(),
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     return folder
@@ -77,6 +77,11 @@ def test_it_answers_as_without_a_snapshot_on_all_routes(vllm: Start) -> None:
     assert len(names[0]) > 50
     assert names[0] == names[1]
     assert resumed.metric("vllm:request_success_total") == 5
+    stages = [serving.request("GET", "/timeline")[1]["stages"] for serving in (plain, resumed)]
+    assert [[each["detail"]["kept"] for each in of if each["name"] == "tokenizer"] for of in stages] == [
+        [False],
+        [True],
+    ]
     threads = [path.read_text() for path in Path(f"/proc/{resumed.child('engine')}/task").glob("*/comm")]
     assert len([name for name in threads if "gloo_runloop" in name]) <= 2  # vLLM's groups share one
     assert [plain.stop(), resumed.stop()] == [0, 0]

@@ -25,14 +25,14 @@ class Snapshot:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def env(self, model: str | None = None) -> dict[str, str]:
-        """Return what lets a command continue from it, which has the tokenizer of ``model`` if the engine is torch.
+        """Return what lets a command continue from it, which may have the tokenizer of a ``model``.
 
         Raises MedusaError where no snapshot can be made.
         """
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="medusa-snapshot-")
             command = [*self._medusa, "snapshot", "--engine", self._engine, "--out", self._folder.name]
-            command += ["--model", model] if model and self._engine == "torch" else []
+            command += [] if model is None else ["--model", model]
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise MedusaError(f"medusa snapshot: {made.stderr.strip()}")
@@ -44,14 +44,27 @@ class Snapshot:
 
 
 class ResumedMedusa(Medusa):
-    """`medusa serve` with a snapshot. Raises MedusaError where none can be made, or a start does not use it."""
+    """`medusa serve` with a snapshot. Raises MedusaError where none can be made, or a start does not use it.
 
-    def __init__(self, engine: str, *, name: str, python: str = sys.executable, flags: tuple[str, ...] = ()) -> None:
+    Without ``tokenizer``, the snapshot is one for any model.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        *,
+        name: str,
+        python: str = sys.executable,
+        flags: tuple[str, ...] = (),
+        tokenizer: bool = True,
+    ) -> None:
         super().__init__(engine, name=name, python=python, flags=flags)
         self._snapshot = Snapshot(self.command, engine)
+        self._tokenizer = tokenizer
 
     def prepared(self, question: Question) -> Question:
-        return replace(question, env={**question.env, **self._snapshot.env(question.folder or question.model)})
+        model = (question.folder or question.model) if self._tokenizer else None
+        return replace(question, env={**question.env, **self._snapshot.env(model)})
 
     def sample(self, question: Question) -> Sample:
         return super().sample(self.prepared(question))

@@ -12,7 +12,7 @@ from .contestants import Contestant, Medusa
 from .prewarmed import PrewarmedMedusa
 from .resumed import ResumedMedusa
 
-_EAGER = ("--compile", "never")
+EAGER = ("--compile", "never")
 ContestantFactory = Callable[[str], Contestant]
 
 # Name → a function from the interpreter that has vLLM to the contestant.
@@ -20,9 +20,9 @@ ROWS: dict[str, ContestantFactory] = {
     "torch": lambda _: Medusa(),
     "torch-snapshot": lambda _: ResumedMedusa("torch", name="torch-snapshot"),
     "torch-prewarmed": lambda _: PrewarmedMedusa("torch", name="torch-prewarmed", python=sys.executable),
-    "vllm-cold": lambda python: Medusa("vllm", name="vllm-cold", python=python, flags=_EAGER),
-    "vllm-snapshot": lambda python: ResumedMedusa("vllm", name="vllm-snapshot", python=python, flags=_EAGER),
-    "vllm-prewarmed": lambda python: PrewarmedMedusa("vllm", name="vllm-prewarmed", python=python, flags=_EAGER),
+    "vllm-cold": lambda python: Medusa("vllm", name="vllm-cold", python=python, flags=EAGER),
+    "vllm-snapshot": lambda python: ResumedMedusa("vllm", name="vllm-snapshot", python=python, flags=EAGER),
+    "vllm-prewarmed": lambda python: PrewarmedMedusa("vllm", name="vllm-prewarmed", python=python, flags=EAGER),
 }
 
 
