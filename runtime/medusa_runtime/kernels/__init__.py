@@ -195,6 +195,7 @@ def describe() -> dict[str, str]:
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {
         "attention": f"torch: {kernels}" if has_none else "native",
         "quantized weights": f"kept as floats: {kernels}" if has_none else "native: decoded inside products",
+        "GGUF's blocks": f"kept as floats: {kernels}" if has_none else "native: in integers, unless x is float32",
     }
 
 

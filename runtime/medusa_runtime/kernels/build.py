@@ -9,7 +9,7 @@ from pathlib import Path
 LIBRARY_DIR = Path(__file__).parent
 SOURCE_DIR = LIBRARY_DIR / "source"
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 9  # raised when the arguments of an exported function change; a library with another number is not used
+INTERFACE = 10  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",
@@ -26,6 +26,7 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
 AVX512_BF16 = (*AVX512, "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi")
 NEON_BF16 = ("-march=armv8.2-a+bf16",)
+NEON_DOTS = ("-march=armv8.2-a+dotprod",)
 _ON_ALL = tuple(
     (Path(source).stem, source, ())
     for source in (
@@ -39,6 +40,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("linear_avx2", "compute/linear_tile.c", AVX2),
         ("linear_avx512", "compute/linear_tile.c", AVX512),
         ("linear_avx512_bf16", "compute/linear_tile.c", AVX512_BF16),
+        ("integer_avx2", "compute/integer_tile.c", AVX2),
         ("attention_avx2", "compute/attention_tile.c", AVX2),
         ("attention_avx512", "compute/attention_tile.c", AVX512),
         ("pointwise", "compute/pointwise.c", AVX2),
@@ -48,6 +50,8 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         *_ON_ALL,
         ("linear_neon", "compute/linear_tile.c", ()),
         ("linear_neon_bf16", "compute/linear_tile.c", NEON_BF16),
+        ("integer_neon", "compute/integer_tile.c", ()),
+        ("integer_neon_dots", "compute/integer_tile.c", NEON_DOTS),
         ("attention_neon", "compute/attention_tile.c", ()),
         ("pointwise", "compute/pointwise.c", ()),
         ("dequantize", "compute/dequantize.c", ()),

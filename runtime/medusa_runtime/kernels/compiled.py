@@ -18,7 +18,7 @@ def native_kernels() -> native.NativeKernels | str:
         return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
     try:
         if "asimd" in features:
-            return native.NativeKernels(128, bf16_dots="bf16" in features)
+            return native.NativeKernels(128, bf16_dots="bf16" in features, byte_dots="asimddp" in features)
         return native.NativeKernels(512 if "avx512f" in features else 256, bf16_dots=features >= cpu.AVX512_DOTS)
     except native.UnavailableError as error:
         return f"no compiled kernel ({error})"

@@ -21,7 +21,7 @@ _AARCH64 = os.uname().machine == "aarch64"
 NEEDED = frozenset({"asimd"}) if _AARCH64 else frozenset({"avx2", "fma", "f16c"})
 # From Linux's <asm/hwcap.h> for aarch64: the entry of the auxiliary vector, the bit, and the name in /proc/cpuinfo.
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
-_HWCAPS = ((_AT_HWCAP, 1 << 1, "asimd"), (_AT_HWCAP2, 1 << 14, "bf16"))
+_HWCAPS = ((_AT_HWCAP, 1 << 1, "asimd"), (_AT_HWCAP, 1 << 20, "asimddp"), (_AT_HWCAP2, 1 << 14, "bf16"))
 
 
 @functools.cache

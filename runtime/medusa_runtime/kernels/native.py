@@ -154,13 +154,15 @@ class NativeKernels:
     """The loaded library of compiled kernels.
 
     ``instruction_set``, which the CPU must have, is 256 (AVX2), 512 (AVX-512F) or 128 (NEON). With ``bf16_dots`` it
-    also has AVX-512's or NEON's dot products of bf16, and products use them.
+    also has AVX-512's or NEON's dot products of bf16, with ``byte_dots`` NEON's of bytes, and products use them.
 
     The library has threads of its own (parallel.h says why), as many as torch is set to use. They sleep when there is
     no work.
     """
 
-    def __init__(self, instruction_set: int, path: Path | None = None, *, bf16_dots: bool = False) -> None:
+    def __init__(
+        self, instruction_set: int, path: Path | None = None, *, bf16_dots: bool = False, byte_dots: bool = False
+    ) -> None:
         from medusa_runtime.kernels.build import INTERFACE  # here: `python -m` warns of a module that is imported
 
         path = path or LIBRARY
@@ -187,7 +189,7 @@ class NativeKernels:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self.instruction_set = instruction_set
         self.bf16_dots = bf16_dots
-        library.medusa_configure(instruction_set, int(bf16_dots))
+        library.medusa_configure(instruction_set, int(bf16_dots), int(byte_dots))
         self._products.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, *[_LONG] * 4, _INT, _INT]
         self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [ctypes.c_float] * 2 + [_INT] * 3
         self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2

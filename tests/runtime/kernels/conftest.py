@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from built_once import built_once
-from medusa_runtime.kernels import build, cpu, native
+from medusa_runtime import kernels
+from medusa_runtime.kernels import build, cpu, native, quantized
+from medusa_runtime.load.quantized import block_codes
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,11 @@ def compiled(request: pytest.FixtureRequest, library: Path) -> native.NativeKern
     if not cpu.features() >= needed:
         pytest.skip(f"this CPU has no {request.param}")
     return native.NativeKernels(BITS[request.param], library, bf16_dots=request.param in cpu.DOTS)
+
+
+@pytest.fixture
+def used(compiled: native.NativeKernels, monkeypatch: pytest.MonkeyPatch) -> native.NativeKernels:
+    """The kernels of one instruction set, for all of this process."""
+    for module in (block_codes, kernels, quantized):
+        monkeypatch.setattr(module, "native_kernels", lambda: compiled)
+    return compiled

@@ -1,4 +1,4 @@
-/* Calls one function of the kernels' library by qemu: emulated LIBRARY BITS BF16 IMAGE ADDRESS SIZE NAME FLOAT FLOAT INTEGER…
+/* Calls one function of the kernels' library by qemu: emulated LIBRARY BITS BF16,BYTES IMAGE ADDRESS SIZE NAME FLOAT FLOAT INTEGER…
  * The image is the memory that its pointers lead to; it is mapped where they expect it, and holds the results afterwards. */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -16,7 +16,10 @@ int main(int count, char **arguments)
         fprintf(stderr, "%s\n", dlerror());
         return 2;
     }
-    ((void (*)(int, int))dlsym(library, "medusa_configure"))(atoi(arguments[2]), atoi(arguments[3]));
+    int bf16 = 0, bytes = 0;
+    if (sscanf(arguments[3], "%d,%d", &bf16, &bytes) != 2)
+        return 2;
+    ((void (*)(int, int, int))dlsym(library, "medusa_configure"))(atoi(arguments[2]), bf16, bytes);
     const int image = open(arguments[4], O_RDWR);
     void *address = (void *)strtol(arguments[5], NULL, 0);
     if (mmap(address, strtoul(arguments[6], NULL, 0), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, image, 0) != address) {

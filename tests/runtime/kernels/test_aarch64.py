@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from built_once import built_once
+from ggml_blocks import usual
 from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
 from medusa_runtime.kernels import build, native
 from medusa_runtime.kernels.compiled import native_kernels
-from medusa_runtime.load.quantized.block_codes import BlockCodes
 from torch import Tensor
 
 ADDRESS, SIZE = 0x20_0000_0000, 1 << 22
@@ -101,9 +101,18 @@ def here() -> native.NativeKernels:
     return kernels
 
 
-def call(image: Image, emulated: Path, name: str, *integers: Any, floats: Any = (0, 0), dots: bool = False) -> None:
+def call(image: Image, emulated: Path, name: str, *integers: Any, floats: Any = (0, 0), dots: Any = (0, 0)) -> None:
+    """Call a function. ``dots`` says whether the CPU has dot products of bf16, and of bytes."""
     command = [EMULATOR, "-cpu", "max", "-L", LIBRARIES, str(emulated / "emulated"), str(emulated / build.LIBRARY_NAME)]
-    command += ["128", str(int(dots)), str(image.path), str(ADDRESS), str(SIZE), name, *map(str, (*floats, *integers))]
+    command += [
+        "128",
+        f"{dots[0]},{dots[1]}",
+        str(image.path),
+        str(ADDRESS),
+        str(SIZE),
+        name,
+        *map(str, (*floats, *integers)),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ran.returncode == 0, ran.stderr
 
@@ -120,9 +129,9 @@ def made(image: Image, *shape: int, dtype: torch.dtype) -> Tensor:
     return placed
 
 
-@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("dots", [(0, 0), (1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype, dots: bool) -> None:
+def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype, dots: Any) -> None:
     depth, cols = 2070, (97, 30)
     x, weights = made(image, 40, depth, dtype=dtype), [made(image, each, depth, dtype=dtype) for each in cols]
     bias, out = made(image, 97, dtype=dtype), image.place(torch.zeros(40, sum(cols), dtype=dtype))
@@ -142,11 +151,11 @@ def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtyp
         assert torch.equal(out[0], alone)  # a row has the same bits in every batch
 
 
-@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("dots", [(0, 0), (1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packing", ["int8", "nibbles", "fp8"])
 def test_products_with_quantized_weights(
-    image: Image, emulated: Path, here: native.NativeKernels, packing: str, dtype: torch.dtype, dots: bool
+    image: Image, emulated: Path, here: native.NativeKernels, packing: str, dtype: torch.dtype, dots: Any
 ) -> None:
     cols, depth, per_byte = 37, 2080, 2 if packing == "nibbles" else 1
     values = made(image, cols, depth // per_byte, dtype=torch.float32).abs().mul(40).to(torch.uint8).clamp(max=120)
@@ -168,29 +177,35 @@ def test_products_with_quantized_weights(
         assert error < 2 * torch.finfo(dtype).eps + 1e-6
 
 
-@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("dots", [(0, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_products_with_blocks(image: Image, emulated: Path, here: native.NativeKernels, kind: str, dots: bool) -> None:
-    """Their floats have the same bits on both machines, and so have products of one row and of many."""
-    cols, depth, block = 37, 512, BLOCKS[kind]
-    octets = torch.randint(0, 120, (cols, depth // block.values * block.size_bytes), dtype=torch.uint8)
-    codes: Any = BlockCodes(image.place(octets), kind).kept(torch.bfloat16)
+def test_products_with_blocks(image: Image, emulated: Path, here: native.NativeKernels, kind: str, dots: Any) -> None:
+    """Both machines make the same floats, and round activations alike. A row has the same bits in every batch."""
+    block = BLOCKS[kind]
+    cols, depth = 37, 512 + block.values
+    codes: Any = usual(kind, cols, depth)
+    codes = codes._replace(stored=image.place(codes.stored)).kept(torch.bfloat16)
     found, floats = image.place(torch.zeros(cols, depth)), torch.zeros(cols, depth)
     here.dequantize(codes.codes, floats)
     job = image.place(codes.codes.job(found, 0, native.DTYPES[torch.float32]))
     call(image, emulated, "medusa_dequantize", ctypes.addressof(job), THREADS)
     assert torch.equal(found, floats)
     part = native._Part(cols=cols, codes=ctypes.addressof(image.place(codes.codes._struct)))
-    x, out = made(image, 20, depth, dtype=torch.bfloat16), image.place(torch.zeros(20, cols, dtype=torch.bfloat16))
     place = ctypes.addressof(image.place((native._Part * 1)(part)))
-    alone = None
-    for rows in (1, 20):
-        pointers, integers = (out.data_ptr(), x.data_ptr(), place, 1, 0), (rows, depth, depth, 0, 0, THREADS)
-        call(image, emulated, "medusa_products", *pointers, *integers, dots=dots)
-        alone = out[0].clone() if alone is None else alone
-        assert torch.equal(out[0], alone)
-    expected = here.linear(x.float(), floats, None)
-    assert (out.float() - expected).abs().max() / expected.abs().max() < 2 * torch.finfo(torch.bfloat16).eps
+    for dtype in DTYPES:
+        x, out = made(image, 257, depth, dtype=dtype), image.place(torch.zeros(257, cols, dtype=dtype))
+        alone = None
+        for rows in (1, 20, 40, 257):
+            pointers = (out.data_ptr(), x.data_ptr(), place, 1, 0)
+            integers = (rows, depth, depth, 0, native.DTYPES[dtype], THREADS)
+            call(image, emulated, "medusa_products", *pointers, *integers, dots=dots)
+            is_decoded = dtype is torch.float32 or (dtype is torch.bfloat16 and dots[0] and rows > 32)
+            expected = here.linear(x.float(), floats, None) if is_decoded else here.products(x, (codes,), (None,))
+            error = (out[:rows].float() - expected[:rows]).abs().max() / expected.abs().max()
+            assert error < 2 * torch.finfo(dtype).eps + 1e-6
+            if rows <= 32:
+                alone = out[0].clone() if alone is None else alone
+                assert torch.equal(out[0], alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,66 +1,22 @@
-"""ggml's blocks: the floats that gguf-py makes of them, and products with the bits of products with these floats."""
+"""ggml's blocks: the floats that gguf-py makes of them, and products in fp32, which are those with these floats."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from typing import Any
 
 import pytest
 import torch
-from medusa_runtime import kernels
+from ggml_blocks import floats_of, kept, random_bytes, usual
 from medusa_runtime.checkpoint.gguf.blocks import BLOCKS
-from medusa_runtime.kernels import native, quantized
+from medusa_runtime.kernels import native
 from medusa_runtime.load.quantized import block_codes
 from medusa_runtime.load.quantized.block_codes import BlockCodes
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Where the fp16 numbers of a block are, in bytes. MXFP4 has an exponent in its first byte.
-HALVES = {
-    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
-    "MXFP4": (),
-}  # fmt: skip
-
-
-def random_bytes(kind: str, rows: int, blocks: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rows + blocks)
-    return torch.randint(0, 256, (rows, blocks * BLOCKS[kind].size_bytes), generator=generator).to(torch.uint8)
-
-
-def usual(kind: str, rows: int, columns: int) -> BlockCodes:
-    """Random blocks whose scales are those of a weight."""
-    blocks = columns // BLOCKS[kind].values
-    stored = random_bytes(kind, rows, blocks)
-    each = stored.view(rows * blocks, -1)
-    generator = torch.Generator().manual_seed(columns)
-    for place in HALVES.get(kind, (0,)):
-        scales = torch.rand(len(each), 1, generator=generator).half() / 64 - 1 / 128
-        each[:, place : place + 2] = scales.view(torch.uint8)
-    if kind == "MXFP4":
-        each[:, 0] = each[:, 0] % 8 + 118
-    return BlockCodes(stored, kind)
-
-
-def floats_of(codes: BlockCodes) -> Tensor:
-    """The floats as torch computes them."""
-    floats = torch.empty(codes.shape)
-    codes._by_torch(floats)
-    return floats
-
-
-@pytest.fixture
-def used(compiled: native.NativeKernels, monkeypatch: pytest.MonkeyPatch) -> native.NativeKernels:
-    """The kernels of one instruction set, for all of this process."""
-    for module in (block_codes, kernels, quantized):
-        monkeypatch.setattr(module, "native_kernels", lambda: compiled)
-    return compiled
-
-
-def kept(codes: BlockCodes) -> Tensor:
-    found = codes.kept(torch.float32)
-    assert found is not None
-    return found
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -91,17 +47,23 @@ def test_a_product_has_the_bits_of_one_with_the_floats(used: native.NativeKernel
     several = (*range(1, 18), 40)
     for cols, columns, counts in ((1, BLOCKS[kind].values, several), (40, 768, several), (97, 4352, (1, 4, 9, 300))):
         codes = usual(kind, cols, columns)
-        weight, floats = kept(codes), floats_of(codes)
-        for dtype in DTYPES:
-            bias = torch.randn(cols).to(dtype)
-            for rows in counts:
-                x = torch.randn(rows, columns).to(dtype)
-                found = used.products(x, (weight,), (bias,))
-                if used.bf16_dots and dtype is torch.bfloat16:
-                    expected = used.linear(x, floats.to(dtype), bias)
-                else:
-                    expected = used.linear(x.float(), floats, bias.float()).to(dtype)
-                assert torch.equal(found, expected), (cols, columns, rows, dtype)
+        weight, floats, bias = kept(codes), floats_of(codes), torch.randn(cols)
+        for rows in counts:
+            x = torch.randn(rows, columns)
+            assert torch.equal(used.products(x, (weight,), (bias,)), used.linear(x, floats, bias)), (
+                cols,
+                columns,
+                rows,
+            )
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_many_rows_in_bf16_with_dot_products_of_it(used: native.NativeKernels, kind: str) -> None:
+    if not used.bf16_dots:
+        pytest.skip("without them, all rows are rounded to 8 bits")
+    codes, x, bias = usual(kind, 40, 768), torch.randn(33, 768).bfloat16(), torch.randn(40).bfloat16()
+    found = used.products(x, (kept(codes),), (bias,))
+    assert torch.equal(found, used.linear(x, floats_of(codes).bfloat16(), bias))
 
 
 def before_the_end_of_memory(values: Tensor) -> tuple[Tensor, mmap.mmap]:
@@ -127,8 +89,8 @@ def test_blocks_at_the_end_of_read_only_memory(used: native.NativeKernels, kind:
         weight: Any = kept(there)
         assert weight.codes._struct.values == stored.data_ptr()  # no copy
         assert torch.equal(there.dequantize(torch.float32), floats_of(codes))
-        for rows in (1, 2, 20):
-            x = torch.randn(rows, columns)
+        for rows, dtype in itertools.product((1, 2, 20), DTYPES):
+            x = torch.randn(rows, columns).to(dtype)
             assert torch.equal(used.products(x, (weight,), (None,)), used.products(x, (kept(codes),), (None,)))
 
 
@@ -138,8 +100,9 @@ def test_it_begins_at_any_address(used: native.NativeKernels) -> None:
         memory = torch.empty(codes.stored.nbytes + 1, dtype=torch.uint8)
         memory[1:] = codes.stored.flatten()
         moved = codes._replace(stored=memory[1:].view(codes.stored.shape))
-        x = torch.randn(3, 512)
-        assert torch.equal(used.products(x, (kept(moved),), (None,)), used.products(x, (kept(codes),), (None,)))
+        for dtype in DTYPES:
+            x = torch.randn(3, 512).to(dtype)
+            assert torch.equal(used.products(x, (kept(moved),), (None,)), used.products(x, (kept(codes),), (None,)))
 
 
 def test_several_formats_at_once_are_each_alone(used: native.NativeKernels) -> None:
@@ -154,8 +117,8 @@ def test_scales_that_are_no_numbers_spoil_their_rows_only(used: native.NativeKer
     for bits in (0x7C00, 0xFC00, 0x7E00, 0x7BFF, 0x0001):
         codes = usual("Q4_K", 8, 512)
         codes.stored[2, 0], codes.stored[2, 1] = bits & 255, bits >> 8
-        for rows in (1, 20):
-            found = used.products(torch.rand(rows, 512), (kept(codes),), (None,))
+        for rows, dtype in itertools.product((1, 20), (torch.float32, torch.bfloat16)):
+            found = used.products(torch.rand(rows, 512).to(dtype), (kept(codes),), (None,))
             assert found[:, 3:].isfinite().all()
             assert found[:, 2].isfinite().all() == (bits in (0x7BFF, 1))
 

@@ -155,6 +155,41 @@ typedef __m128i v8;
 #define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
 #define LOW_64(a, b) _mm_unpacklo_epi64(a, b)
 #define HIGH_64(a, b) _mm_unpackhi_epi64(a, b)
+
+/* The rest of these is for integer_tile.c. */
+#define ADD_INT(a, b) _mm256_add_epi32(a, b)
+#define HOLD(v) __asm__("" : "+x"(v))
+#define SUM_PRODUCTS(a, b) _mm256_madd_epi16((__m256i)(a), (__m256i)(b)) /* of 16 numbers of 16 bits */
+
+/* Sums of neighbouring products of 32 bytes, in 16 bits. Codes with a sign may be -128, x not. */
+INLINE vi pairs_of_products(vi codes, const int8_t *x, const int has_sign)
+{
+    const vi values = LOAD_INT(x);
+    return has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(values, codes))
+                    : _mm256_maddubs_epi16(codes, values);
+}
+
+/* Sums of some of the products of 32 bytes each. */
+INLINE vi dot(octets codes, const int8_t *x, const int has_sign)
+{
+    return _mm256_madd_epi16(pairs_of_products((vi)codes, x, has_sign), _mm256_set1_epi16(1));
+}
+
+/* The scales of the halves of a part, from those of all of a block's parts. */
+typedef vi part_scale;
+INLINE part_scale part_scale_of(shorts scales, long part)
+{
+    const vi both = part < 4 ? _mm256_permute2x128_si256((vi)scales, (vi)scales, 0x00)
+                             : _mm256_permute2x128_si256((vi)scales, (vi)scales, 0x11);
+    const short a = (short)(0x0100 + part % 4 * 0x0404), b = (short)(a + 0x0202);
+    return _mm256_shuffle_epi8(both, (vi)(shorts){a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b});
+}
+
+/* sum + the products of 32 bytes each, times the scales of their halves. */
+INLINE vi add_scaled_dot(vi sum, octets codes, const int8_t *x, part_scale scale, const int has_sign)
+{
+    return ADD_INT(sum, _mm256_madd_epi16(pairs_of_products((vi)codes, x, has_sign), scale));
+}
 #endif
 
 /* The bytes of a table of 16 at 32 places. */

@@ -12,12 +12,8 @@
 
 enum { PART = 32, MOST_GROUPS = 16 }; /* values that are unpacked at a time, and groups of a block */
 
-#define IS_BLOCKS(packing) ((packing) >= Q4_0)
-
-INLINE int has_many(const int packing) { return (packing >= Q2_K && packing <= Q6_K) || packing == IQ4_XS; }
-
 /* Values of a block. */
-INLINE long block_values(const int packing) { return has_many(packing) ? 256 : 32; }
+INLINE long block_values(const int packing) { return HAS_MANY(packing) ? 256 : 32; }
 
 INLINE long block_bytes(const int packing)
 {
@@ -52,23 +48,13 @@ INLINE void scaled(const int8_t *integers, long count, float factor, float *rest
         STORE(to + i, MUL(TO_FLOAT(WIDEN_SIGNED(integers + i)), SPLAT(factor)));
 }
 
-/* Read the scales of a block's groups, and what is added to their products: the minimum with its sign changed. There is room for
- * MOST_GROUPS numbers. */
-INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *restrict low, const int packing)
+/* Read the numbers of the groups of a block that HAS_MANY. A scale is its integer times block_factor. A minimum is its integer
+ * times low_factor. There is room for MOST_GROUPS integers. */
+INLINE void group_integers(const uint8_t *block, int8_t *restrict scale, int8_t *restrict low, const int packing)
 {
     uint32_t words[4];
     uint64_t pair[2];
-    int8_t small[2][MOST_GROUPS] = {{0}};
     switch (packing) {
-    case Q4_1:
-    case Q5_1:
-        low[0] = half_at(block + 2);
-        scale[0] = half_at(block);
-        return;
-    case MXFP4:
-        words[0] = block[0] < 2 ? 0x00200000u << block[0] : (uint32_t)(block[0] - 1) << 23; /* half of the power of two */
-        memcpy(scale, words, sizeof *scale);
-        return;
     case Q4_K:
     case Q5_K:
         memcpy(words, block + 4, 12);
@@ -76,18 +62,14 @@ INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *re
                   (uint64_t)((words[2] & EVERY_OF_4(15)) | (words[0] >> 2 & EVERY_OF_4(48))) << 32;
         pair[1] = (words[1] & EVERY_OF_4(63)) |
                   (uint64_t)((words[2] >> 4 & EVERY_OF_4(15)) | (words[1] >> 2 & EVERY_OF_4(48))) << 32;
-        memcpy(small[0], pair, 8);
-        memcpy(small[1], pair + 1, 8);
-        scaled(small[0], 8, half_at(block), scale);
-        scaled(small[1], 8, -half_at(block + 2), low);
+        memcpy(scale, pair, 8);
+        memcpy(low, pair + 1, 8);
         return;
     case Q2_K:
         for (int i = 0; i < 16; i++)
-            small[0][i] = block[i] & 15;
+            scale[i] = block[i] & 15;
         for (int i = 0; i < 16; i++)
-            small[1][i] = (int8_t)(block[i] >> 4);
-        scaled(small[0], 16, half_at(block + 80), scale);
-        scaled(small[1], 16, -half_at(block + 82), low);
+            low[i] = (int8_t)(block[i] >> 4);
         return;
     case Q3_K: /* four bits of each scale, then the two above them */
         memcpy(pair, block + 96, 8);
@@ -95,24 +77,57 @@ INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *re
         words[1] = words[0] >> 2;
         pair[1] = (pair[0] >> 4 & EVERY(15)) | ((words[0] >> 4 | (uint64_t)(words[1] >> 4) << 32) & EVERY(3)) << 4;
         pair[0] = (pair[0] & EVERY(15)) | ((words[0] | (uint64_t)words[1] << 32) & EVERY(3)) << 4;
-        memcpy(small, pair, 16);
+        memcpy(scale, pair, 16);
         for (int i = 0; i < 16; i++)
-            small[0][i] -= 32;
-        scaled(small[0], 16, half_at(block + 108), scale);
+            scale[i] -= 32;
         return;
-    case Q6_K: scaled((const int8_t *)block + 192, 16, half_at(block + 208), scale); return;
     case IQ4_XS:
         for (int i = 0; i < 8; i++)
-            small[0][i] = (int8_t)((block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2] | block[3] << 8) >> 2 * i & 3) * 16 - 32);
-        scaled(small[0], 8, half_at(block), scale);
+            scale[i] = (int8_t)((block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2] | block[3] << 8) >> 2 * i & 3) * 16 - 32);
         return;
-    default: scale[0] = half_at(block);
+    default: memcpy(scale, block + 192, 16); /* Q6_K */
     }
 }
 
-/* PART bytes. */
-typedef uint64_t octets __attribute__((vector_size(PART)));
-typedef int8_t integers __attribute__((vector_size(PART)));
+/* The factor of a block's scales: where there are no others, the scale. */
+INLINE float block_factor(const uint8_t *block, const int packing)
+{
+    uint32_t bits;
+    float power;
+    switch (packing) {
+    case MXFP4:
+        bits = block[0] < 2 ? 0x00200000u << block[0] : (uint32_t)(block[0] - 1) << 23; /* half of the power of two */
+        memcpy(&power, &bits, sizeof power);
+        return power;
+    case Q2_K: return half_at(block + 80);
+    case Q3_K: return half_at(block + 108);
+    case Q6_K: return half_at(block + 208);
+    default: return half_at(block);
+    }
+}
+
+/* The factor of a block's minima, with its sign changed, so that products with them are added. */
+INLINE float low_factor(const uint8_t *block, const int packing)
+{
+    return packing == Q4_1 || packing == Q5_1 ? half_at(block + 2) : -half_at(block + (packing == Q2_K ? 82 : 2));
+}
+
+/* Read the scales of a block's groups, and what is added to their products: the minimum with its sign changed. There is room for
+ * MOST_GROUPS numbers. */
+INLINE void block_numbers(const uint8_t *block, float *restrict scale, float *restrict low, const int packing)
+{
+    int8_t small[2][MOST_GROUPS] = {{0}};
+    if (!HAS_MANY(packing)) {
+        scale[0] = block_factor(block, packing);
+        if (has_minimum(packing))
+            low[0] = low_factor(block, packing);
+        return;
+    }
+    group_integers(block, small[0], small[1], packing);
+    scaled(small[0], 256 / group_values(packing), block_factor(block, packing), scale);
+    if (has_minimum(packing))
+        scaled(small[1], 256 / group_values(packing), low_factor(block, packing), low);
+}
 
 INLINE octets octets_at(const uint8_t *p)
 {
@@ -141,35 +156,43 @@ INLINE octets fifth_bits(const uint8_t *p)
 static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* twice those of E2M1 */
 
-/* Unpack one of a block's parts to integers. */
-INLINE void unpack_part(const uint8_t *block, long part, int8_t *to, const int packing)
+/* What is taken off the codes of a format, so that they become its integers. */
+INLINE int code_offset(const int packing)
+{
+    return packing == Q4_0 ? 8 : packing == Q5_0 ? 16 : packing == Q3_K ? 4 : packing == Q6_K ? 32 : 0;
+}
+
+/* The codes of one of a block's parts: bytes below 64, but signed ones where HAS_SIGNED. */
+INLINE octets part_codes(const uint8_t *block, long part, const int packing)
 {
     octets found;
     switch (packing) {
-    case Q4_0: found = (octets)((integers)halves_at(block + 2) - 8); break;
-    case Q4_1: found = halves_at(block + 4); break;
-    case Q5_0: found = (octets)((integers)(halves_at(block + 6) | fifth_bits(block + 2)) - 16); break;
-    case Q5_1: found = halves_at(block + 8) | fifth_bits(block + 4); break;
-    case Q2_K: found = octets_at(block + 16 + part / 4 * 32) >> part % 4 * 2 & EVERY(3); break;
+    case Q4_0: return halves_at(block + 2);
+    case Q4_1: return halves_at(block + 4);
+    case Q5_0: return halves_at(block + 6) | fifth_bits(block + 2);
+    case Q5_1: return halves_at(block + 8) | fifth_bits(block + 4);
+    case Q2_K: return octets_at(block + 16 + part / 4 * 32) >> part % 4 * 2 & EVERY(3);
     case Q3_K:
         found = octets_at(block + 32 + part / 4 * 32) >> part % 4 * 2 & EVERY(3);
-        found = (octets)((integers)(found | (octets_at(block) >> part & EVERY(1)) << 2) - 4);
-        break;
-    case Q4_K: found = octets_at(block + 16 + part / 2 * 32) >> part % 2 * 4 & EVERY(15); break;
+        return found | (octets_at(block) >> part & EVERY(1)) << 2;
+    case Q4_K: return octets_at(block + 16 + part / 2 * 32) >> part % 2 * 4 & EVERY(15);
     case Q5_K:
         found = octets_at(block + 48 + part / 2 * 32) >> part % 2 * 4 & EVERY(15);
-        found |= (octets_at(block + 16) >> part & EVERY(1)) << 4;
-        break;
+        return found | (octets_at(block + 16) >> part & EVERY(1)) << 4;
     case Q6_K:
         found = octets_at(block + part / 4 * 64 + part % 2 * 32) >> part % 4 / 2 * 4 & EVERY(15);
-        found |= (octets_at(block + 128 + part / 4 * 32) >> part % 4 * 2 & EVERY(3)) << 4;
-        found = (octets)((integers)found - 32);
-        break;
-    case IQ4_NL: found = PICK_BYTES(iq4_values, halves_at(block + 2)); break;
-    case IQ4_XS: found = PICK_BYTES(iq4_values, halves_at(block + 8 + part * 16)); break;
-    case MXFP4: found = PICK_BYTES(mxfp4_values, halves_at(block + 1)); break;
-    default: found = octets_at(block + 2); /* Q8_0 */
+        return found | (octets_at(block + 128 + part / 4 * 32) >> part % 4 * 2 & EVERY(3)) << 4;
+    case IQ4_NL: return PICK_BYTES(iq4_values, halves_at(block + 2));
+    case IQ4_XS: return PICK_BYTES(iq4_values, halves_at(block + 8 + part * 16));
+    case MXFP4: return PICK_BYTES(mxfp4_values, halves_at(block + 1));
+    default: return octets_at(block + 2); /* Q8_0 */
     }
+}
+
+/* Unpack one of a block's parts to integers. */
+INLINE void unpack_part(const uint8_t *block, long part, int8_t *to, const int packing)
+{
+    const integers found = (integers)part_codes(block, part, packing) - (int8_t)code_offset(packing);
     memcpy(to, &found, sizeof found);
 }
 

@@ -78,7 +78,7 @@ struct piece_numbers {
     float scale[DECODED / 16 + LANES], low[DECODED / 16 + LANES];
 };
 
-/* The same for rows of blocks. */
+/* The same for rows of blocks, and x in fp32. integer_tile.c has products in other dtypes. */
 INLINE void block_tile(const struct codes *codes, const char *x, long row, long begin, long depth, float *sums,
                        long sums_stride, const int packing, const int rows)
 {
@@ -115,7 +115,7 @@ INLINE void block_tile(const struct codes *codes, const char *x, long row, long 
         const long first = k / wide;
 #pragma GCC unroll 8
         for (int i = 0; i < PART; i += STEP) {
-            const char *here = x + (k + i) * rows * packed_size(DECODED_DTYPE);
+            const char *here = x + (k + i) * rows * (long)sizeof(float);
 #pragma GCC unroll 8
             for (int c = 0; c < TILE_COLS; c++) {
                 vf weights[2];
@@ -125,18 +125,11 @@ INLINE void block_tile(const struct codes *codes, const char *x, long row, long 
                     const vf low = has_minimum(packing) ? SPLAT(numbers[c].low[group]) : ZERO();
                     weights[half] = part_floats(integers[c] + at, SPLAT(numbers[c].scale[group]), low, packing);
                 }
-#ifdef DOT_BF16
-                const vi narrow_weights = TO_BF16(weights[0], weights[1]);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    acc[r][c] = DOT_BF16(acc[r][c], narrow_weights, LOAD_INT(here + r * STEP * 2));
-#else
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; half++)
 #pragma GCC unroll 8
                     for (int r = 0; r < rows; r++)
                         acc[r][c] = FMA(weights[half], LOAD((const float *)here + r * STEP + half * LANES), acc[r][c]);
-#endif
             }
         }
         if (++part == values / PART) {
@@ -176,13 +169,18 @@ EACH(CODED, SIGNED)
 EACH(CODED, NIBBLES)
 EACH(CODED, E4M3)
 EACH(CODED, E2M1)
+#ifdef DOT_BF16 /* only for many rows, whose weights are decoded into scratch memory: see linear.c */
+#define EACH_CODED_BLOCK(f)
+#else
+#define EACH_CODED_BLOCK(f) EACH_BLOCK_FORMAT(f)
+#endif
 #define CODED_BLOCKS(packing) EACH(CODED, packing)
 #define CODED_BLOCKS_NAME(packing) [packing] = {EACH(CODED_NAME, packing)},
-EACH_BLOCK_FORMAT(CODED_BLOCKS)
-static const coded_fn coded_tiles[][MAX_ROWS] = {
+EACH_CODED_BLOCK(CODED_BLOCKS)
+static const coded_fn coded_tiles[MXFP4 + 1][MAX_ROWS] = {
     [SIGNED] = {EACH(CODED_NAME, SIGNED)},
     [NIBBLES] = {EACH(CODED_NAME, NIBBLES)},
     [E4M3] = {EACH(CODED_NAME, E4M3)},
     [E2M1] = {EACH(CODED_NAME, E2M1)},
-    EACH_BLOCK_FORMAT(CODED_BLOCKS_NAME)
+    EACH_CODED_BLOCK(CODED_BLOCKS_NAME)
 };

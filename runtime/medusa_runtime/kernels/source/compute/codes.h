@@ -10,6 +10,12 @@ enum packing {
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
 };
 
+#define IS_BLOCKS(packing) ((packing) >= Q4_0)
+/* Whether a block has 256 values, with several scales, and not 32 with one. */
+#define HAS_MANY(packing) (((packing) >= Q2_K && (packing) <= Q6_K) || (packing) == IQ4_XS)
+/* Whether a block's values are bytes with a sign, or come from a table of such bytes. */
+#define HAS_SIGNED(packing) ((packing) == Q8_0 || (packing) >= IQ4_NL)
+
 /* What medusa_dequantize makes of transposed codes beside floats (dtype.h): their integers, [columns, rows]. */
 enum { AS_NIBBLES = 3, AS_BYTES = 4 };
 

@@ -11,6 +11,7 @@
 
 #define ROW_BLOCK 256L             /* rows of x that are packed at a time: limits the scratch memory */
 #define MOST_RANGES 64
+#define FEW_ROWS 32L               /* up to these, dot products of bytes are faster than decoding and dot products of bf16 */
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_PACK (1L << 16)     /* the same for packing x, in elements */
 
@@ -108,22 +109,34 @@ static void give_scratch(float *memory, int is_kept)
         free(memory);
 }
 
-static const struct linear_variant *variant_for(int dtype)
+/* Whether activations are rounded to 8 bits: as ggml's blocks ask for, unless x has 32 bits for the sake of precision. Dot products
+ * of bf16 are faster where decoded weights are used for many rows. */
+static int rounds(const struct codes *codes, long rows, int dtype)
 {
-    const int has_dots = medusa_has_bf16_dots && dtype == DTYPE_BF16;
+    return codes && IS_BLOCKS(codes->packing) && dtype != DTYPE_FP32 &&
+           (rows <= FEW_ROWS || !medusa_has_bf16_dots || dtype != DTYPE_BF16);
+}
+
+static const struct linear_variant *variant_for(const struct codes *codes, long rows, int dtype)
+{
+    const int has_dots = medusa_has_bf16_dots && dtype == DTYPE_BF16, rounded = rounds(codes, rows, dtype);
 #ifdef __aarch64__
+    if (rounded)
+        return medusa_has_byte_dots ? &integer_neon_dots[dtype] : &integer_neon[dtype];
     return has_dots ? &linear_neon_bf16 : &linear_neon[dtype];
 #else
+    if (rounded)
+        return &integer_avx2[dtype];
     return has_dots ? &linear_avx512_bf16 : medusa_instruction_set == 512 ? &linear_avx512[dtype] : &linear_avx2[dtype];
 #endif
 }
 
-/* Multiply x by each part's weight, with the results side by side in out [rows, cols of all parts]. A residual is possible only
- * with a single part. Returns 0 on success, 1 when there is no memory for the scratch space. */
-int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
-                    long depth, long x_stride, long residual_stride, int dtype, int threads)
+/* Multiply x by weights that all take it packed in the same way. The arguments are those of medusa_products; all_cols are the
+ * columns of out. */
+static int products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
+                    long depth, long x_stride, long residual_stride, long all_cols, int dtype, int threads)
 {
-    const struct linear_variant *variant = variant_for(dtype);
+    const struct linear_variant *variant = variant_for(parts->codes, rows, dtype);
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
     const long item = size_of(dtype);
     long cols = 0;
@@ -152,8 +165,8 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
                           .sums = memory + whole_lines(block_rows * padded), .thread_floats = thread_floats,
                           .job = {.x = x + row * x_stride * item,
                                   .residual = residual ? residual + row * residual_stride * item : NULL,
-                                  .out = out + row * cols * item, .x_stride = x_stride, .residual_stride = residual_stride,
-                                  .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
+                                  .out = out + row * all_cols * item, .x_stride = x_stride, .residual_stride = residual_stride,
+                                  .out_stride = all_cols, .rows = height, .depth = depth, .padded_depth = padded,
                                   .block_cols = block, .packed = memory, .codes = parts->codes}};
         for (int range = 0; range < run.ranges; range++)
             run.next[range] = blocks * range / run.ranges;
@@ -161,5 +174,31 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
         medusa_spread(multiply_blocks, &run, wanted);
     }
     give_scratch(memory, is_kept);
+    return 0;
+}
+
+/* Whether one packed x is for both weights. */
+static int takes_the_same(const struct codes *codes, const struct codes *others, long rows, int dtype)
+{
+    return variant_for(codes, rows, dtype) == variant_for(others, rows, dtype) &&
+           (!rounds(codes, rows, dtype) || HAS_MANY(codes->packing) == HAS_MANY(others->packing));
+}
+
+/* Multiply x by each part's weight, with the results side by side in out [rows, cols of all parts]. A residual is possible only
+ * with a single part. Returns 0 on success, 1 when there is no memory for the scratch space. */
+int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
+                    long depth, long x_stride, long residual_stride, int dtype, int threads)
+{
+    long all_cols = 0;
+    for (long i = 0; i < count; i++)
+        all_cols += parts[i].cols;
+    for (long begin = 0, end = 0; begin < count; begin = end) {
+        long cols = 0;
+        for (; end < count && takes_the_same(parts[begin].codes, parts[end].codes, rows, dtype); end++)
+            cols += parts[end].cols;
+        if (products(out, x, parts + begin, end - begin, residual, rows, depth, x_stride, residual_stride, all_cols, dtype, threads))
+            return 1;
+        out += cols * size_of(dtype);
+    }
     return 0;
 }

@@ -19,7 +19,7 @@ struct linear_job {
     long rows, cols, depth;
     long padded_depth; /* depth rounded up to a whole step */
     long block_cols;   /* weight rows that one task works on */
-    void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], in fp32 or its own dtype */
+    void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], in fp32 or its own dtype, or rounded */
 };
 
 int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
@@ -42,3 +42,5 @@ struct linear_variant {
 
 extern const struct linear_variant linear_avx2[3], linear_avx512[3], linear_neon[3]; /* indexed by dtype */
 extern const struct linear_variant linear_avx512_bf16, linear_neon_bf16;             /* for bf16 */
+/* For ggml's blocks and x in bf16 or fp16, which is rounded to 8 bits. */
+extern const struct linear_variant integer_avx2[2], integer_neon[2], integer_neon_dots[2];

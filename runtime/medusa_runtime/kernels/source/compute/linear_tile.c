@@ -10,6 +10,7 @@
 #include "at_most.h"
 #include "coded_tile.h"
 #include "linear.h"
+#include "put.h"
 #include "tile.h"
 
 INLINE void step(vf acc[FEW_ROWS][TILE_COLS], const char *x, const char *w, long stride, const int dtype, const int rows,
@@ -202,14 +203,6 @@ INLINE const char *packed_at(const struct linear_job *job, long number, long k, 
     return (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
 }
 
-INLINE void put(void *p, long at, float value, const int dtype)
-{
-    if (dtype == DTYPE_FP32)
-        ((float *)p)[at] = value;
-    else
-        ((uint16_t *)p)[at] = narrow(value, dtype);
-}
-
 /* How much depth of x the first-level cache holds, in whole pieces. */
 INLINE long span_of(long rows, const int dtype)
 {
@@ -327,14 +320,7 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
         multiply_codes(job, sums, col, cols);
     else
         multiply(job, sums, col, cols, dtype);
-    for (long r = 0; r < job->rows; r++)
-        for (long c = 0; c < cols; c++) {
-            const long at = r * job->out_stride + col + c;
-            put(job->out, at, sums[r * sums_stride + c] + (job->bias ? element(job->bias, col + c, dtype) : 0.0f), dtype);
-            if (job->residual)
-                put(job->out, at,
-                    element(job->residual, r * job->residual_stride + col + c, dtype) + element(job->out, at, dtype), dtype);
-        }
+    put_sums(job, sums, col, cols, dtype);
 }
 
 #define DEFINE(name, dtype)                                                                                                    \

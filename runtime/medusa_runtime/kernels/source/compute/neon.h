@@ -79,6 +79,63 @@ typedef uint16x8_t v8;
 #define LOW_64(a, b) vreinterpretq_u16_u64(vzip1q_u64(AS_64(a), AS_64(b)))
 #define HIGH_64(a, b) vreinterpretq_u16_u64(vzip2q_u64(AS_64(a), AS_64(b)))
 
+/* The rest is for integer_tile.c. */
+#define AS_INT(v) vreinterpretq_u32_s32(v)
+#define AS_SIGNED(v) vreinterpretq_s32_u32(v)
+#define ADD_INT(a, b) vaddq_u32(a, b)
+#define HOLD(v) __asm__("" : "+w"(v))
+
+/* 16 numbers of 16 bits. */
+INLINE vi SUM_PRODUCTS(shorts a, shorts b)
+{
+    int16x8_t one[2], other[2];
+    memcpy(one, &a, sizeof one);
+    memcpy(other, &b, sizeof other);
+    int32x4_t sum = vmull_s16(vget_low_s16(one[0]), vget_low_s16(other[0]));
+    sum = vmlal_high_s16(sum, one[0], other[0]);
+    sum = vmlal_s16(sum, vget_low_s16(one[1]), vget_low_s16(other[1]));
+    return AS_INT(vmlal_high_s16(sum, one[1], other[1]));
+}
+
+/* sum + some of the products of 16 bytes each. Those of x are not -128. */
+INLINE int32x4_t add_products(int32x4_t sum, int8x16_t codes, int8x16_t x)
+{
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(sum, codes, x);
+#else
+    return vpadalq_s16(sum, vmlal_high_s8(vmull_s8(vget_low_s8(codes), vget_low_s8(x)), codes, x));
+#endif
+}
+
+/* Sums of some of the products of 32 bytes each. Without AVX2's instructions, signs do not matter. */
+INLINE vi dot(octets codes, const int8_t *x, const int has_sign)
+{
+    int8x16_t pair[2];
+    memcpy(pair, &codes, sizeof pair);
+    (void)has_sign;
+    return AS_INT(add_products(add_products(vdupq_n_s32(0), pair[0], vld1q_s8(x)), pair[1], vld1q_s8(x + 16)));
+}
+
+/* The scales of the halves of a part, from those of all of a block's parts. */
+typedef struct {
+    int32_t low, high;
+} part_scale;
+INLINE part_scale part_scale_of(shorts scales, long part)
+{
+    return (part_scale){scales[2 * part], scales[2 * part + 1]};
+}
+
+/* sum + the products of 32 bytes each, times the scales of their halves. */
+INLINE vi add_scaled_dot(vi sum, octets codes, const int8_t *x, part_scale scale, const int has_sign)
+{
+    int8x16_t pair[2];
+    memcpy(pair, &codes, sizeof pair);
+    (void)has_sign;
+    const int32x4_t low = add_products(vdupq_n_s32(0), pair[0], vld1q_s8(x));
+    const int32x4_t high = add_products(vdupq_n_s32(0), pair[1], vld1q_s8(x + 16));
+    return AS_INT(vmlaq_n_s32(vmlaq_n_s32(AS_SIGNED(sum), low, scale.low), high, scale.high));
+}
+
 /* The bytes of a table of 16 at 32 places. */
 #define PICK_BYTES(table, places)                                                                                              \
     ({                                                                                                                         \

@@ -29,7 +29,7 @@ __asm__(".symver pthread_detach, pthread_detach@" FIRST_VERSION);
 __asm__(".symver pthread_sigmask, pthread_sigmask@" FIRST_VERSION);
 #endif
 
-int medusa_instruction_set, medusa_has_bf16_dots;
+int medusa_instruction_set, medusa_has_bf16_dots, medusa_has_byte_dots;
 
 static struct {
     atomic_flag taken;           /* one job at a time: a caller that finds it taken works alone */
@@ -136,11 +136,12 @@ int medusa_interface(void)
 }
 
 /* Call this once, before all others. `instruction_set` are the bits of this CPU's vectors: 512 (AVX-512F), 256 (AVX2) or 128
- * (NEON). `has_bf16_dots` says whether it has dot products of bf16. */
-void medusa_configure(int instruction_set, int has_bf16_dots)
+ * (NEON). The others say whether it has dot products of bf16, and, with NEON, of bytes. */
+void medusa_configure(int instruction_set, int has_bf16_dots, int has_byte_dots)
 {
     if (!medusa_instruction_set)
         pthread_atfork(NULL, NULL, forget_workers);
     medusa_instruction_set = instruction_set;
     medusa_has_bf16_dots = instruction_set != 256 && has_bf16_dots;
+    medusa_has_byte_dots = has_byte_dots;
 }

@@ -8,6 +8,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* 32 bytes. */
+typedef uint64_t octets __attribute__((vector_size(32)));
+typedef int8_t integers __attribute__((vector_size(32)));
+typedef int16_t shorts __attribute__((vector_size(32)));
+
 #ifdef __aarch64__
 #include "neon.h"
 #else
