@@ -21,8 +21,9 @@ from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
 from ..policy.decide import Memory, Options, decide
+from ..policy.replacement import CHANGED
 from ..policy.sizing import LARGEST_GROUP
-from ..policy.state import Consolidate, Decision, StartInstance
+from ..policy.state import Consolidate, Decision, StartInstance, StopInstance
 from .execution import Execution
 from .groups import Groups
 from .members import FORGET_LOST_S, Members
@@ -69,6 +70,7 @@ class Cluster:
         self._tick_took_s = 0.0
         self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
+        self._replaces = False  # an instance has begun to answer: perhaps others end now
         self._obstacles = Obstacles(self.state)
 
     # Background work.
@@ -88,6 +90,8 @@ class Cluster:
         """Update the instances and models by a node's new status."""
         self._update_instances(node)
         self._update_models(node)
+        if self._replaces and self._knows_enough():
+            self._tick()  # before the routes change, so that no request goes to what was replaced
 
     def _update_instances(self, node: KnownNode) -> None:
         """Compare the instances in a node's status with the known ones."""
@@ -95,18 +99,21 @@ class Cluster:
         for instance_id, item in shown.items():
             instance = self.state.instances.get(instance_id)
             if item["state"] == "failed":
-                if instance is not None and self.execution.note_failed(instance_id):
-                    self.state.forget_instance(instance, "instance-died", str(item.get("failure")))
+                failure = str(item.get("failure"))
+                if instance is not None and self.execution.note_failed(instance_id, failure):
+                    self.state.forget_instance(instance, "instance-died", failure)
                 continue
             if instance is None:
                 if self.execution.was_stopped(instance_id):
                     continue
                 since_s = node.seen_at - item["age_s"]
                 instance = KnownInstance(instance_id, item["model"], node.name, item["state"], since_s)
-                instance.digest = item.get("deployment") or ""
+                instance.digest, instance.url = item.get("deployment") or "", item.get("url") or ""
+                instance.answers = item.get("answers", True)
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
                     instance.set_group(item["group"])
                 self.state.instances[instance_id] = instance
+                self._end_if_replaced(instance)
             instance.confirmed, instance.running = True, int(item.get("running", 0))
             instance.kv_use = float(item.get("kv_use", 0.0))
             self._learn_rate(node, instance, float(item.get("prefill_tokens_per_s", 0.0)))
@@ -120,6 +127,8 @@ class Cluster:
                 self._learn_start(node, instance, item["start"])
             if instance.state != "draining" and item["state"] != instance.state:
                 instance.state, instance.since_s = item["state"], node.seen_at - item["age_s"]
+            if item.get("answers", True):
+                self._note_answers(instance)
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
         for instance in list(self.state.instances.on(node.name)):
             if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
@@ -134,8 +143,23 @@ class Cluster:
     def _routed(self, node: KnownNode) -> list[tuple[object, ...]]:
         """Return what the routes depend on of a node's instances."""
         return [
-            (item.id, item.state, item.rank, item.loading, item.helping) for item in self.state.instances.on(node.name)
+            (item.id, item.state, item.rank, item.loading, item.helping, item.answers)
+            for item in self.state.instances.on(node.name)
         ]
+
+    def _note_answers(self, instance: KnownInstance) -> None:
+        """Note that an instance is ready to answer. If it replaces another one, that one ends before routes change."""
+        is_first, instance.answers = not instance.answers, True
+        if self.state.note_answers(instance):
+            self._save_at = 0.0
+        if is_first and not self.state.is_outdated(instance):
+            self.execution.forgive(instance.model)
+            self._replaces = True
+
+    def _end_if_replaced(self, instance: KnownInstance) -> None:
+        """End an instance whose node comes back with it when the deployment that has replaced its own has answered."""
+        if self.state.is_outdated(instance) and self.state.has_answered(instance.model):
+            self.execution.begin(StopInstance(instance.id, instance.node, reason=CHANGED))
 
     def _own_instances(self, node: KnownNode) -> dict[str, Mapping[str, Any]]:
         """Return the instances in a node's status by id, without those of other nodes, after one event for these."""
@@ -152,13 +176,13 @@ class Cluster:
     def _learn_rate(self, node: KnownNode, instance: KnownInstance, tokens_per_s: float) -> None:
         """Learn how many tokens of prompts an instance computes in a second at most."""
         deployment = self.state.deployments.get(instance.model)
-        if deployment is not None:
+        if deployment is not None and not self.state.is_outdated(instance):
             self.models.learn_rate(deployment.url, node.processor(deployment.device), tokens_per_s)
 
     def _learn_start(self, node: KnownNode, instance: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""
-        if instance.helps is not None:
-            return  # it helped another instance first, so its times say nothing
+        if instance.helps is not None or self.state.is_outdated(instance):
+            return  # its times say nothing: it helped another instance first, or is of an earlier deployment
         deployment = self.state.deployments.get(instance.model)
         if deployment is not None and self.models.learn(node, instance, deployment, start):
             predicted = f", {instance.predicted_s:.2f} s predicted" if instance.predicted_s else ""
@@ -205,8 +229,8 @@ class Cluster:
             return
         now = time.monotonic()
         self._forget_draining(now)
+        self._replaces = False
         self._groups.update()
-        self.execution.end_outdated()
         self.execution.look_after_helpers()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
         loads = self.state.loads.summed(self.state.gateways.values(), now, self.state.deployments)
@@ -268,7 +292,7 @@ class Cluster:
             if operation == "ping":
                 return os.getpid()
             if operation == "status":
-                return status(self.state, self.models, self.execution.fetches(time.monotonic()))
+                return status(self.state, self.models, self.execution)
             if operation == "routes":
                 wait_s = min(max(float(arguments.get("wait_s", 0)), 0), _LONGEST_WAIT_S)
                 return await self.state.routes.wait_for_change(str(arguments.get("version", "")), wait_s)
@@ -293,8 +317,10 @@ class Cluster:
             self.state.record_event("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
         if before is not None and before.digest != deployment.digest:
             self.execution.forgive(deployment.name)
-            self.execution.end_outdated()
-        return deployment.to_json()
+            for instance in self.state.instances.values():
+                if instance.model == deployment.name and instance.answers and self.state.note_answers(instance):
+                    self._save_at = 0.0  # it is what was deployed before that
+        return deployment.to_json() | {"revision": deployment.digest}
 
     def _check_names(self, new: Deployment) -> None:
         """Raise ConfigError if a name is used twice: each model and each adapter needs a name of its own."""
@@ -405,11 +431,13 @@ class Cluster:
         """Write a new plan, and use it. Raises ClusterError if it cannot be written, and changes nothing then."""
         deployments = self.state.deployments if deployments is None else deployments
         draining = self.state.draining if draining is None else draining
+        answered = {name: digest for name, digest in self.state.answered.items() if name in deployments}
         try:
-            write_plan(self._plan_path, ClusterPlan(deployments, draining, self.state.versions.to_json()))
+            write_plan(self._plan_path, ClusterPlan(deployments, draining, self.state.versions.to_json(), answered))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.state.deployments, self.state.draining, self._save_at = deployments, draining, math.inf
+        self.state.answered = answered
         self.state.loads.keep(deployments)
         for gateway in self.state.gateways.values():  # a later model of the same name has a load of its own
             gateway.loads = {model: load for model, load in gateway.loads.items() if model in deployments}

@@ -51,6 +51,7 @@ class Execution:
         self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
         self._fetches: dict[tuple[str, str], KnownFetch] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # model → failed starts in a row, and when to try again
+        self._reasons: dict[str, str] = {}  # model → why the last start failed, until an instance answers
         self._failed_fetches: dict[tuple[str, str], tuple[int, float]] = {}
         self._failed_ids: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
@@ -158,18 +159,19 @@ class Execution:
             if not isinstance(error, MedusaError):
                 logger.exception("the start of %s failed", instance.id)
             if state.is_wanted(instance):
-                self.note_failed(instance.id)
+                self.note_failed(instance.id, str(error))
                 del state.instances[instance.id]
                 state.record_event("start-failed", f"{instance.id}: {error}", node=instance.node, model=instance.model)
                 state.publish()
             return
         if instance.state == "starting":
             instance.state, instance.since_s = "ready", time.monotonic()
-        self._failures.pop(instance.model, None)
+        if instance.id not in state.stand_ins():
+            self._failures.pop(instance.model, None)
         state.publish()
 
-    def note_failed(self, instance_id: str) -> bool:
-        """Note that an instance ended by itself. Return False if that was noted before.
+    def note_failed(self, instance_id: str, reason: str) -> bool:
+        """Note that an instance ended by itself, and why. Return False if that was noted before.
 
         Its model is started again after a pause, which doubles with each failed start.
         """
@@ -185,6 +187,8 @@ class Execution:
             count = 0 if lasted else self._failures.get(instance.model, (0, 0.0))[0] + 1
             if not lasted:
                 self._avoid_sharing(instance)
+            if not self._state.is_outdated(instance):
+                self._reasons[instance.model] = reason
             self._failures[instance.model] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         return True
 
@@ -261,11 +265,11 @@ class Execution:
     def forgive(self, model: str) -> None:
         """Start a model again at once whose last starts have failed."""
         self._failures.pop(model, None)
+        self._reasons.pop(model, None)
 
-    def end_outdated(self) -> None:
-        """End the instances of what was deployed before under their names, after their requests."""
-        for instance in [item for item in self._state.instances.values() if self._state.is_outdated(item)]:
-            self._begin_stop(StopInstance(instance.id, instance.node, reason="its deployment has changed"))
+    def failure(self, model: str) -> str | None:
+        """Return why the last start of a model failed. None if an instance has answered since."""
+        return self._reasons.get(model)
 
     def end_all(self, model: str, reason: str) -> None:
         """End all instances of a model after their requests."""

@@ -190,5 +190,6 @@ class Live:
             item
             for item in state.instances.values()
             if item.model == new.model and item.id != new.id and item.node in nodes
+            if item.digest == new.digest
             if nodes[item.node].processor(device) == nodes[new.node].processor(device)
         ]

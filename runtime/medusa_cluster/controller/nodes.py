@@ -130,6 +130,7 @@ class KnownInstance:
     ``predicted_s`` is the predicted time to the first token of a cold start with so many ``workers``. ``loading``: its
     group's leader does not have all layers yet, or it helps the instance ``helps`` until it has all layers itself.
     ``helping``: it helps that instance, and takes no requests. ``meets`` is where it waits for others that help it.
+    ``answers``: it has been ready to answer; before that, requests wait in it.
     ``slots`` are the GPUs that it was lent, or one for the processor, and
     ``device`` is what it was told to compute on. Its deployment may ask for something else by now.
     """
@@ -161,10 +162,12 @@ class KnownInstance:
     device: Device = "auto"
     device_bytes: int = 0  # that it needs on each of its GPUs; 0: not known
     digest: str = ""  # of the deployment that it was started with; "": not known
+    url: str = ""  # its model's
+    answers: bool = False
 
     def set_deployment(self, deployment: Deployment, node: KnownNode, device_bytes: int) -> None:
         """Set what it is started with, and what it takes of its node, until the node says that itself."""
-        self.digest = deployment.digest
+        self.digest, self.url = deployment.digest, deployment.url
         self.device, self.device_bytes = deployment.device, device_bytes
         self.slots = deployment.gpus if node.processor(deployment.device).on_gpu else 1
 

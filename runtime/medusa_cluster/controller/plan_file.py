@@ -25,6 +25,7 @@ class ClusterPlan:
     deployments: dict[str, Deployment] = field(default_factory=dict)
     draining: Mapping[str, float | None] = field(default_factory=dict)  # node → seconds that its requests may still run
     versions: Mapping[str, list[str]] = field(default_factory=dict)  # URL → versions, in the order of their appearance
+    answered: Mapping[str, str] = field(default_factory=dict)  # name → digest of the deployment that has answered last
 
 
 def read_plan(path: Path) -> ClusterPlan:
@@ -49,7 +50,8 @@ def read_plan(path: Path) -> ClusterPlan:
         found = json.loads(data)
         deployments = list(_deployments(found["deployments"], refused))
         draining = found["draining"] if isinstance(found["draining"], dict) else dict.fromkeys(found["draining"])
-        plan = ClusterPlan({item.name: item for item in deployments}, draining, dict(found["versions"]))
+        by_name = {item.name: item for item in deployments}
+        plan = ClusterPlan(by_name, draining, dict(found["versions"]), dict(found.get("answered", {})))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         path.replace(aside)
         logger.exception("the controller's plan could not be read (%s); it is kept as %s", type(error).__name__, aside)
@@ -77,6 +79,7 @@ def write_plan(path: Path, plan: ClusterPlan) -> None:
             "deployments": [item.to_json() for item in plan.deployments.values()],
             "draining": dict(plan.draining),
             "versions": dict(plan.versions),
+            "answered": dict(plan.answered),
         }
     )
     new = path.with_suffix(".new")

@@ -154,6 +154,8 @@ _STATUS: dict[str, Check] = {
             "prefill_tokens_per_s": _number,
             "version": _text_or_none,
             "deployment": _text,
+            "url": _text,
+            "answers": lambda value: isinstance(value, bool),
             "group": lambda value: not value or _GROUP(value),
             "pair": lambda value: not value or _PAIR(value),
             "gpus": _number,

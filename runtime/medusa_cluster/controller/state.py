@@ -73,6 +73,7 @@ class State:
         self.deployments: dict[str, Deployment] = dict(plan.deployments)
         self.draining: dict[str, float | None] = dict(plan.draining)
         self.versions = Versions(plan.versions)
+        self.answered: dict[str, str] = dict(plan.answered)  # name → digest of the deployment that has answered last
         self.nodes: dict[str, KnownNode] = {}
         self.instances = Instances()
         self.gateways: dict[str, Gateway] = {}
@@ -108,7 +109,7 @@ class State:
         if not self._stale:
             return
         self._stale = False
-        leaving = self.leaving()
+        leaving, stand_ins = self.leaving(), self.stand_ins()
         self._describe()
         models: dict[str, Any] = {
             name: {"deployment": found, "instances": []} for name, found in self._described[1].items()
@@ -117,9 +118,10 @@ class State:
             node = self.nodes.get(item.node)
             serves = item.rank == 0 and not item.loading and not item.helping
             if serves and item.model in models and node is not None and node.url:
-                state = "draining" if item.node in leaving or self.is_outdated(item) else item.state
-                url = f"{node.url}/instances/{item.id}"
-                models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
+                ends = item.node in leaving or (self.is_outdated(item) and not self.may_serve_on(item))
+                state = "draining" if ends else "starting" if item.id in stand_ins else item.state
+                shown = {"id": item.id, "node": item.node, "url": f"{node.url}/instances/{item.id}", "state": state}
+                models[item.model]["instances"].append(shown | {"revision": item.digest})
         self._routes.publish(models)
 
     def _describe(self) -> None:
@@ -131,6 +133,43 @@ class State:
         """Return whether an instance was started with what was deployed under its name before."""
         self._describe()
         return bool(instance.digest) and self._digests.get(instance.model, instance.digest) != instance.digest
+
+    def may_serve_on(self, instance: KnownInstance) -> bool:
+        """Return whether an outdated instance may serve until one of the current deployment stands in for it.
+
+        Not where no order reaches it once the current deployment has answered: requests would go back and forth.
+        """
+        node = self.nodes.get(instance.node)
+        ordered = node is not None and node.reached and not node.silent
+        return instance.answers and (ordered or not self.has_answered(instance.model))
+
+    def has_answered(self, model: str) -> bool:
+        """Return whether an instance of the current deployment of a model has ever been ready to answer."""
+        self._describe()
+        return model in self.answered and self.answered[model] == self._digests.get(model)
+
+    def note_answers(self, instance: KnownInstance) -> bool:
+        """Note that an instance answers. Return whether it is the first one of its model's current deployment."""
+        if not instance.digest or self.is_outdated(instance) or self.has_answered(instance.model):
+            return False
+        self.answered[instance.model] = instance.digest
+        return True
+
+    def stand_ins(self) -> set[str]:
+        """Return the instances, by id, that do not answer yet while those that they are to replace still do."""
+        listening: defaultdict[str, list[KnownInstance]] = defaultdict(list)  # by model
+        for item in self.instances.values():
+            if item.state == "ready" and item.model in self.deployments:
+                listening[item.model].append(item)
+        found: set[str] = set()
+        for model, ones in listening.items():
+            if all(item.answers for item in ones):
+                continue
+            version = self.newest_version(self.deployments[model].url)
+            old = {item.id for item in ones if self.is_outdated(item) or (item.version or version) != version}
+            if any(item.id in old and item.answers and not item.helping for item in ones):
+                found |= {item.id for item in ones if not item.answers and item.id not in old}
+        return found
 
     def is_wanted(self, instance: KnownInstance) -> bool:
         """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""

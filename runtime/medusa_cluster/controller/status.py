@@ -9,19 +9,21 @@ from typing import Any
 
 from ..deployment import Deployment
 from ..policy.state import Load
+from .execution import Execution
 from .models import Models
-from .nodes import KnownFetch, KnownInstance, KnownNode
+from .nodes import KnownInstance, KnownNode
 from .state import State
 
 _GATEWAY_SHOWN_S = 60.0
 
 
-def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[str, Any]:
+def status(state: State, models: Models, execution: Execution) -> dict[str, Any]:
     """Return the cluster's state as JSON, in the form of docs/internals/cluster.md.
 
     All times in it are what this machine's clock would have shown if it had always gone as now: it may have been set.
     """
     now, now_s = time.time(), time.monotonic()
+    fetches = execution.fetches(now_s)
     offset = now - now_s
     loads = state.loads.summed(state.gateways.values(), now_s, state.deployments)
     names = {node.url: node.name for node in state.nodes.values() if node.url}
@@ -35,6 +37,7 @@ def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
         "models": [
             _model(models, item, loads.get(name), copies.get(item.url, {}), instances[name])
+            | {"replacing": _replacing(state, models, execution, item, instances[name])}
             for name, item in sorted(state.deployments.items())
         ],
         "transfers": transfers,
@@ -76,6 +79,8 @@ def _node(state: State, node: KnownNode, offset: float) -> dict[str, Any]:
                 "layers": item.layers,
                 "role": item.role,
                 "helps": item.helps if item.helping else None,
+                "revision": item.digest,
+                "outdated": state.is_outdated(item),
             }
             for item in state.instances.on(node.name)
         ],
@@ -88,6 +93,7 @@ def _model(
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
     return item.to_json() | {
+        "revision": item.digest,
         "instances": states.count("ready"),
         "starting": states.count("starting"),
         "wanted": len(states) - states.count("draining"),
@@ -99,6 +105,20 @@ def _model(
         "starts": models.starts(item.url),
         "learned": models.learned(item.url),
     }
+
+
+def _replacing(
+    state: State, models: Models, execution: Execution, item: Deployment, instances: Iterable[KnownInstance]
+) -> str | None:
+    """Return in one line what serves in place of a deployment that has changed, and why. None if nothing does."""
+    old = [one for one in instances if state.is_outdated(one) and one.state == "ready" and one.answers and not one.rank]
+    if not old:
+        return None
+    revisions = ", ".join(sorted({one.digest for one in old}))
+    count = "one instance" if len(old) == 1 else f"{len(old)} instances"
+    text = f"{count} of revision {revisions} until one of {item.digest} can answer"
+    failure = execution.failure(item.name) or models.why_unknown(item.url)
+    return f"{text}; the last try failed: {failure}" if failure else text
 
 
 def _arriving(node: KnownNode) -> list[Any]:

@@ -29,6 +29,7 @@ def policy_state(
     decided: dict[str, list[KnownFetch]] = {}
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
+    stand_ins = state.stand_ins()
     outdated = {item.id for item in state.instances.values() if state.is_outdated(item)}
     leaving = state.leaving()
     alive = [node for node in state.nodes.values() if node.lost_at is None]
@@ -42,6 +43,7 @@ def policy_state(
                 decided.get(name, []),
                 decoding=decoding,
                 outdated=outdated,
+                stand_ins=stand_ins,
                 draining=name in leaving,
                 drain_s=state.draining.get(name),
             )
@@ -77,6 +79,7 @@ def _policy_node(
     *,
     decoding: Collection[str | None],
     outdated: Collection[str],
+    stand_ins: Collection[str],
     draining: bool,
     drain_s: float | None,
 ) -> policy.Node:
@@ -114,8 +117,9 @@ def _policy_node(
                 id=item.id,
                 model=item.model,
                 node=item.node,
-                # To the policy, workers are starting until their leader has all layers and the group can consolidate.
-                state="starting" if item.loading else item.state,  # type: ignore[arg-type]
+                # To the policy, workers are starting until their leader has all layers and the group can consolidate,
+                # and of two deployments under one name, those that do not answer yet.
+                state="starting" if item.loading or _is_late(item, stand_ins, outdated) else item.state,  # type: ignore[arg-type]
                 since_s=item.since_s,
                 role=item.role,  # type: ignore[arg-type]
                 layers=item.layers,
@@ -127,10 +131,16 @@ def _policy_node(
                 device=item.device,
                 deserted=item.deserted,
                 changed=item.id in outdated,
+                url=item.url,
             )
             for item in instances
         ),
     )
+
+
+def _is_late(item: KnownInstance, stand_ins: Collection[str], outdated: Collection[str]) -> bool:
+    """Return whether an instance listens, but is not used yet, or never will be, in place of another one."""
+    return item.state == "ready" and (item.id in stand_ins or (item.id in outdated and not item.answers))
 
 
 def _free_devices(node: KnownNode, instances: list[KnownInstance]) -> tuple[policy.FreeDevice, ...]:

@@ -22,6 +22,7 @@ _LARGEST_ANSWER_BYTES = 256 << 20
 _COPIES = 4  # of a large event of a stream, while it is split off and compared
 SMALL_BYTES = 64 << 10  # an answer of this size never waits for its client
 _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id", "Allow", "Cache-Control")
+REVISION = "Medusa-Revision"
 _BUSY_CODES = ("not_ready", "overloaded")
 # A stream of chunks ends with [DONE], one of the Responses API with one of these.
 _FAILED = b"event: response.failed\n"
@@ -70,7 +71,8 @@ class InstanceResponse:
 
     def head(self) -> dict[str, str]:
         """Return the headers that the client should get."""
-        return {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
+        kept = {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
+        return kept | ({REVISION: self._instance.revision} if self._instance.revision else {})
 
     async def whole(self, share: Share) -> Answer | None:
         """Read the whole answer. Return None if there is not enough memory for it; ``rest`` then yields it.

@@ -24,6 +24,7 @@ class Instance:
     node: str
     url: str
     state: str
+    revision: str = ""  # of its deployment
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,13 @@ def parse(value: object) -> Routes:
 
 def _deployed(name: str, entry: Mapping[str, Any]) -> DeployedModel:
     instances = tuple(
-        Instance(str(found["id"]), str(found.get("node", "")), str(found["url"]).rstrip("/"), str(found["state"]))
+        Instance(
+            str(found["id"]),
+            str(found.get("node", "")),
+            str(found["url"]).rstrip("/"),
+            str(found["state"]),
+            str(found.get("revision", "")),
+        )
         for found in entry["instances"]
     )
     deployment = dict(entry.get("deployment") or {})

@@ -1,14 +1,17 @@
-"""Readers of an instance's pages: how long its start took, the end of its group, its load and its capacity.
+"""Readers of an instance's pages: whether it answers, how long its start took, its group's end, load and capacity.
 
-The first two are in its timeline, the others (BlitzScale §5.3) in its metrics, if it has requests.
+The first is its probe, the next two are in its timeline, the others (BlitzScale §5.3) in its metrics, if it has
+requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5  # between two readings of metrics, which take some 2 ms of CPU time
 _ROOM, _USED, _RATE = (f"medusa_engine_{name}" for name in ("kv_tokens", "kv_tokens_used", "prefill_tokens_per_s"))
+_PROBE_S, _SELDOM = 0.1, 20  # between two probes of an instance that starts; in how many rounds a late one has one
 _SOON_S, _LATER_S = 0.25, 2.0  # of timelines: during a start, and of an instance that has no request yet
 _START_S = 60.0
 _ENDS = ("alone", "consolidated", "released")  # marks after which an instance no longer shares its model
@@ -78,6 +82,35 @@ def engine_gauges(metrics: str) -> dict[str, float]:
             if not 0 <= found[name] < math.inf:
                 raise ValueError(f"expected a number of at least 0 for {name}, found {value}")
     return found
+
+
+class ReadinessReader:
+    """A reader of the probes of instances that start. It sets ``answers`` once the engine has all of the weights."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        async with ClientSession(timeout=ClientTimeout(total=2.0)) as session:
+            for count in itertools.count():
+                due = [one for one in self._instances.all() if self._is_due(one, count)]
+                await asyncio.gather(*(self._probe(session, one) for one in due))
+                await asyncio.sleep(_PROBE_S)
+
+    @staticmethod
+    def _is_due(instance: RunningInstance, count: int) -> bool:
+        if instance.answers or instance.port is None or instance.failure is not None:
+            return False
+        return time.monotonic() - instance.since_s < _START_S or count % _SELDOM == 0
+
+    @staticmethod
+    async def _probe(session: ClientSession, instance: RunningInstance) -> None:
+        try:
+            async with session.get(f"http://127.0.0.1:{instance.port}/readyz") as answer:
+                instance.answers = answer.status == 200
+        except UNREADABLE as error:
+            logger.debug("%s could not be probed: %s", instance.id, error)
 
 
 class TimelineReader:
@@ -164,4 +197,4 @@ def start_times(stages: Sequence[Mapping[str, Any]], first_request_ns: int | Non
     }
 
 
-__all__ = ["MetricsReader", "TimelineReader", "engine_gauges", "read_page", "start_times"]
+__all__ = ["MetricsReader", "ReadinessReader", "TimelineReader", "engine_gauges", "read_page", "start_times"]

@@ -56,6 +56,7 @@ class RunningInstance:
     prefill_tokens_per_s: float = 0.0  # of prompts, at most; 0: not known yet
     first_request_ns: int | None = None  # when the first POST came, by the monotonic clock
     version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
+    answers: bool = False  # it has been ready to answer; see instance_readers.py
     failure: str | None = None
     worker: GroupWorker | None = None
     gpus: GpuLoan | None = None
@@ -322,6 +323,7 @@ class Instances:
                 "kv_use": round(instance.kv_use, 2) if instance.running else 0.0,
                 "prefill_tokens_per_s": round(instance.prefill_tokens_per_s),
                 "version": instance.version,
+                "answers": instance.answers,
                 "deployment": instance.deployment.digest,
                 "device": instance.deployment.device,
                 "gpus": 0 if instance.gpus is None else len(instance.gpus.names),

@@ -31,7 +31,7 @@ from .conflicts import check_name, check_ray_ports
 from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .http_server import NodeHttpServer
-from .instance_readers import MetricsReader, TimelineReader
+from .instance_readers import MetricsReader, ReadinessReader, TimelineReader
 from .instances import Instances
 from .logs import Logs
 from .operations import Operations
@@ -140,7 +140,7 @@ class NodeServer:
         self._ray.begin()
         self._watchdog.start()
         actor = PingWatchdog("the node actor", settings.actor_socket, _HUNG_S, "ray::NodeActor")
-        readers = (TimelineReader(self._instances).run(), MetricsReader(self._instances).run())
+        readers = (reader(self._instances).run() for reader in (ReadinessReader, TimelineReader, MetricsReader))
         works = (self._watch_processes(), self._announce_ready(), *readers, actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")

@@ -28,7 +28,8 @@ class RoleCount:
     wanted: int = 0
     least: int = 0  # would do
     monitor: Monitor = _NEW
-    outdated: list[Instance] = field(default_factory=list)  # ready, of an older version; what is in groups stays
+    # Ready, of an older version or a deployment that has changed: they are replaced. What is in groups stays.
+    outdated: list[Instance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         version = self.deployment.version
@@ -39,7 +40,8 @@ class RoleCount:
                 self.ready += ready
                 if ready:
                     self.ready_since_s = max(self.ready_since_s, instance.since_s)
-            if instance.version and instance.version != version and version and ready and instance.group is None:
+            older = instance.changed or (instance.version and instance.version != version and version)
+            if older and ready and instance.group is None:
                 self.outdated.append(instance)
 
     @property
@@ -78,6 +80,15 @@ class CountMemory:
     catalog: Catalog | None = None
     options: tuple[Bounds, bool] | None = None
     at_s: float = -math.inf
+
+
+def ends_first(instance: Instance, deployment: Deployment) -> bool:
+    """Return whether an instance ends as soon as its deployment has changed, and not when another one replaces it.
+
+    It does if it does not answer yet, or shares its work: what belongs to two deployments cannot do that.
+    """
+    alone = instance.group is None and instance.role == "both" and not deployment.disaggregated
+    return instance.changed and not (instance.state == "ready" and alone)
 
 
 class InstanceCounter:
@@ -185,7 +196,7 @@ class InstanceCounter:
     def _count_roles(self, deployment: Deployment) -> list[RoleCount]:
         load = self._state.loads.get(deployment.name, NO_LOAD)
         known = self._index.instances.get(deployment.name, {})
-        staying = [instance for instance in known.values() if instance.state != "draining"]
+        staying = [one for one in known.values() if one.state != "draining" and not ends_first(one, deployment)]
         if not deployment.disaggregated:
             return [self._count(deployment, "both", staying, load)]
         prefill = [instance for instance in staying if instance.role != "decode"]
@@ -208,14 +219,17 @@ class InstanceCounter:
 
     def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> RoleCount:
         count = RoleCount(deployment, role, instances)
+        monitor = self._monitor(deployment.name, role)
+        # While instances are replaced, there is one more of them than the load has asked for.
+        replacing = bool(count.outdated) and monitor.wanted > 0
         target = scale_target(
             deployment,
             load,
-            current=count.current,
+            current=min(count.current, monitor.wanted) if replacing else count.current,
             ready=count.ready,
             ready_since_s=count.ready_since_s,
             now_s=self._now_s,
-            monitor=self._monitor(deployment.name, role),
+            monitor=monitor,
             bounds=self._bounds,
         )
         count.wanted, count.least, count.monitor = target.count, target.least, target.monitor

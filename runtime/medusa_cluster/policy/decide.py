@@ -12,13 +12,14 @@ from typing import Any
 
 from .accelerators import needed_bytes
 from .claims import Shortage, request
-from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
+from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount, ends_first
 from .fetches import Fetches, is_target
 from .index import Index
 from .live import LivePairs
 from .moves import Moves
 from .placement import Placement
 from .pool import restore_touched
+from .replacement import CHANGED, can_resume, dispensable, place, replacement, why
 from .scaling import Bounds, Turn
 from .schemes import Schemes
 from .sharing import share
@@ -239,28 +240,35 @@ class _Tick:
         return not deployment.device_kind, either, -deployment.devices, -size
 
     def _adjust(self, count: RoleCount) -> None:
-        old, surplus = count.outdated, count.current - count.wanted
-        if surplus == 1 and old and count.ready < count.current:
-            return  # what replaces an instance of an older version starts
-        if surplus > 0:
-            self._end(count, surplus, old)
+        surplus = count.current - count.wanted
+        if count.outdated and count.wanted:
+            self._replace(count)
+        elif surplus > 0:
+            self._end(count, surplus)
         elif surplus < 0:
             self._start(count, -surplus)
-        elif old and count.ready == count.current:
-            self._renew(count, old)
 
-    def _renew(self, count: RoleCount, old: list[Instance]) -> None:
-        """Replace one instance of an older version. The new one starts first, if it can then compute on the same."""
-        deployment, nodes = count.deployment, self._state.nodes
-        node = self._placement.choose(deployment, self._fetches.target(deployment.url))
-        used = {nodes[one.node].processor(deployment.device).on_gpu for one in old if one.node in nodes}
-        if node is not None and (not used or nodes[node].processor(deployment.device).on_gpu in used):
+    def _replace(self, count: RoleCount) -> None:
+        deployment, step = count.deployment, replacement(count, self._given_up)
+        for instance, reason in step.ends:
+            self._stop(instance, reason)
+        if step.missing:
+            self._start(count, step.missing)
+        if not step.next:
+            return
+        node = place(self._placement, deployment, step.next, self._fetches.target(deployment.url))
+        if node is not None:
             if self._resume(count, 1):
-                self._start_on(count, node, _REPLACED)
-        else:
-            self._stop(min(old, key=_dispensable), _REPLACED)
+                self._start_on(count, node, why(step.next[0]))
+        elif deployment.size_bytes and not self._ends(deployment.name):  # of size 0: perhaps it cannot be read
+            first = min(step.next, key=dispensable)
+            self._stop(first, f"{why(first)}, and there is no room for both")
 
-    def _end(self, count: RoleCount, number: int, old: list[Instance]) -> None:
+    def _ends(self, model: str) -> bool:
+        """Return whether an instance of a model ends, and leaves a place soon."""
+        return any(instance.state == "draining" for instance in self._index.instances.get(model, {}).values())
+
+    def _end(self, count: RoleCount, number: int) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
         if not self._options.ends_starts and count.wanted > 0:
@@ -268,11 +276,11 @@ class _Tick:
             number = min(number, max(len(singles) - 1, 0))
 
         def order(one: Instance) -> tuple[Any, ...]:
-            return one not in old, one.id not in self._given_up, *_dispensable(one)
+            return one.id not in self._given_up, *dispensable(one)
 
         for instance in sorted(singles, key=order)[:number]:
             why = "another model needs its place" if instance.id in self._given_up else "the load needs fewer"
-            self._stop(instance, _REPLACED if instance in old else why)
+            self._stop(instance, why)
             number -= 1
         if number > 0 and count.wanted == 0:
             for instance in count.instances:
@@ -288,7 +296,11 @@ class _Tick:
         self._decisions.append(StopInstance(instance.id, instance.node, drain_s, reason))
 
     def _end_orphans(self) -> None:
-        """End instances of removed models, and those of nodes that drain once others serve."""
+        """End instances of removed and changed models, and those of nodes that drain once others serve."""
+        for instance in self._index.changed.values():
+            deployment = self._state.deployments.get(instance.model)
+            if instance.state != "draining" and deployment is not None and ends_first(instance, deployment):
+                self._stop(instance, CHANGED)
         staying, leaving = self._index.instances, self._index.leaving
         for model in (staying.keys() | leaving.keys()) - self._state.deployments.keys():
             for instance in (*staying.get(model, {}).values(), *leaving.get(model, {}).values()):
@@ -314,7 +326,7 @@ class _Tick:
         ending = [
             instance
             for instance in self._index.instances.get(deployment.name, {}).values()
-            if instance.state == "draining" and instance.running and _can_resume(instance, count)
+            if instance.state == "draining" and instance.running and can_resume(instance, count)
         ]
         ending.sort(key=lambda instance: (instance.running, instance.id))
         for instance in ending[:number]:
@@ -482,19 +494,3 @@ def _repeated(count: RoleCount) -> Scheme | None:
     workers.sort(key=lambda worker: worker.layers or (0, 0))
     nodes = tuple(worker.node for worker in workers)
     return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
-
-
-def _can_resume(instance: Instance, count: RoleCount) -> bool:
-    """Return whether a draining instance can stand in for one that is missing: alone, in its role, up to date."""
-    version = count.deployment.version
-    role = (instance.role == "decode") == (count.role == "decode")
-    same = (instance.version or version) == version and not instance.changed
-    return instance.group is None and instance.full and role and same
-
-
-_REPLACED = "its model was replaced in the store"
-
-
-def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:
-    """Return a sort key for ending instances: starting and deserted ones first, then by requests, then young ones."""
-    return instance.state == "ready" and not instance.deserted, instance.running, -instance.since_s, instance.id

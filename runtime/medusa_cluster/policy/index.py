@@ -35,6 +35,7 @@ class Index:
         self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that stay
         self.leaving: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that drain
         self.groups: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # group → id → its workers
+        self.changed: dict[str, Instance] = {}  # id → on nodes that stay, of deployments that have changed
         self.marks: dict[str, object] = {}  # model → an object that is replaced whenever the model's instances change
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
@@ -192,6 +193,8 @@ class Index:
         instances = self.instances if node.state == "alive" else self.leaving
         for instance in node.instances:
             instances[instance.model][instance.id] = instance
+            if instance.changed and node.state == "alive":
+                self.changed[instance.id] = instance
             if instance.group is not None:
                 self.groups[instance.group][instance.id] = instance
         free = node.free_slots()
@@ -221,6 +224,7 @@ class Index:
             return
         for instance in node.instances:
             _discard(self.instances if node.state == "alive" else self.leaving, instance.model, instance.id)
+            self.changed.pop(instance.id, None)
             if instance.group is not None:
                 _discard(self.groups, instance.group, instance.id)
         self.free.pop(node.name, None)

@@ -154,7 +154,7 @@ def evict(
             break
         if not copy.is_complete or (copy.pinned and not pinned):
             continue
-        if copy.url in by_url and by_url[copy.url].name in in_use:
+        if copy.url in in_use or (copy.url in by_url and by_url[copy.url].name in in_use):
             continue
         reason = "the least recently used of the pool, for an instance" if copy.pinned else "least recently used"
         drops.append(Drop(node.name, copy.url, reason))
@@ -169,7 +169,7 @@ def room(node: Node, by_url: Mapping[str, Deployment] | None = None) -> int:
     return node.free_bytes + sum(
         copy.total_bytes
         for copy in caches
-        if not in_use or by_url is None or copy.url not in by_url or by_url[copy.url].name not in in_use
+        if copy.url not in in_use and (by_url is None or copy.url not in by_url or by_url[copy.url].name not in in_use)
     )
 
 
@@ -214,8 +214,8 @@ def _outdated(
 
 
 def _in_use(node: Node) -> set[str]:
-    """Return the names of the models that have instances on a node."""
-    return {instance.model for instance in node.instances}
+    """Return the names of the models that have instances on a node, and the URLs of what these were started with."""
+    return {found for instance in node.instances for found in (instance.model, instance.url)}
 
 
 def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> dict[str, str]:

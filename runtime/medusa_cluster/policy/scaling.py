@@ -43,6 +43,7 @@ class Monitor:
     spare_since_s: float | None = None
     tokens_per_s: float = 0.0  # the most prompt tokens that one busy instance was seen to take
     counted: bool = False  # while it was busy all the time; before that, they count for nothing
+    wanted: int = 0  # instances, as was found last
 
 
 class Need(NamedTuple):
@@ -108,7 +109,8 @@ def scale_target(
         count, spare = current, None
     low, high = deployment.min, max(deployment.max, deployment.min)
     least = min(max(found.least, low), high)
-    return ScaleTarget(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
+    count = min(max(count, low), high)
+    return ScaleTarget(count, least, Monitor(samples, spare, learned, counted, count))
 
 
 def prefill_rate(deployment: Deployment, monitor: Monitor) -> float:

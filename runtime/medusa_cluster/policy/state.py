@@ -84,7 +84,8 @@ class Instance:
     slots: int = 1  # of its node: the accelerators that it takes, or one processor
     device: Device = "auto"  # what it was told to compute on
     deserted: bool = False  # one that prefilled for it has lost it: perhaps it hangs
-    changed: bool = False  # its deployment has changed since its start, so it ends
+    changed: bool = False  # its deployment has changed since its start, so it is replaced
+    url: str = ""  # of its model; "": not known
 
 
 @dataclass(frozen=True, slots=True)

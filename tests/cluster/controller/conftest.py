@@ -35,6 +35,7 @@ class StandInNode:
         self.busy: set[str] = set()  # instances that run requests: they do not end, but may be resumed
         self.resumed = asyncio.Event()
         self.refuses: str | None = None  # why no instance starts
+        self.loads = True  # else instances that start only listen, until ``loaded``
         self.state = "alive"
         self.device_kind = ""
         self.store_is_away = False
@@ -132,12 +133,20 @@ class StandInNode:
             await self.starts.wait()
         name = request["deployment"]["name"]
         started = {"id": request["id"], "model": name, "state": "ready", "age_s": 0.0, "version": self.version}
-        started["deployment"] = Deployment.from_json(request["deployment"]).digest
+        deployment = Deployment.from_json(request["deployment"])
+        started |= {"deployment": deployment.digest, "url": deployment.url, "answers": self.loads}
         self.instances[request["id"]] = started
         if "group" in request:
             self.workers[request["id"]] = GroupWorker.from_json(request["group"], "127.0.0.1")
             self.become(request["id"], "serving")
         return {"port": 1}
+
+    def loaded(self) -> None:
+        for instance in self.instances.values():
+            instance["answers"] = True
+
+    def fail(self, instance_id: str, failure: str) -> None:
+        self.instances[instance_id] |= {"state": "failed", "failure": failure}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["id"] in self.busy:

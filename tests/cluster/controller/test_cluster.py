@@ -57,7 +57,8 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run, monkeypatc
         net.nodes["a"].starts.set()
         (found,) = (await waiting)["models"]["m"]["instances"]
         url = f"http://a:8114/instances/{found['id']}"
-        assert found == {"id": starting["id"], "node": "a", "url": url, "state": "ready"}
+        revision = cluster.state.deployments["m"].digest
+        assert found == {"id": starting["id"], "node": "a", "url": url, "state": "ready", "revision": revision}
         again = await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         assert len(again["models"]["m"]["instances"]) == 1
         same = await ask(cluster, "report", gateway="g", url="http://g", loads={}, version=again["version"])

@@ -37,7 +37,7 @@ def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
         for number in range(1100):
             known = KnownInstance(f"i{number}", "m", "a", "starting", time.time())
             cluster.state.instances[known.id] = known
-            assert cluster.execution.note_failed(known.id)
+            assert cluster.execution.note_failed(known.id, "killed")
             del cluster.state.instances[known.id]
         execution: Any = cluster.execution
         for _ in range(1100):
@@ -174,25 +174,33 @@ def test_an_instance_of_what_was_deployed_before_serves_no_more_when_its_node_co
 
 
 def test_a_controller_that_starts_again_ends_instances_of_what_was_deployed_before(run: Run, tmp_path: Path) -> None:
-    net = Net(tmp_path, ("a",))
+    """Also where none of what has replaced them runs any more."""
+    net = Net(tmp_path, ("a", "b"))
+    old: list[str] = []
 
     async def first(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until_async(lambda: ready(cluster))
-        net.cut.add("a")
+        old.extend(await until_async(lambda: ready(cluster)))
+        net.cut.add(cluster.state.instances[old[0]].node)
         await until_async(lambda: not cluster.state.instances)
         await ask(cluster, "deploy", name="m", url=MODEL + "/other", min=1)
+        await until_async(lambda: ready(cluster))
+        await asyncio.sleep(0.5)  # the plan is written
+        net.cut.update(net.nodes)
 
     async def second(net: Net, cluster: Cluster) -> None:
-        while old & net.nodes["a"].instances.keys():
-            assert not old & set(ready(cluster))
+        nodes = net.nodes.values()
+        while any(old[0] in node.instances for node in nodes):
+            assert old[0] not in ready(cluster)
             await asyncio.sleep(0.01)
         await until_async(lambda: ready(cluster))
 
     run(first, net=net)
-    old = set(net.nodes["a"].instances)
-    assert len(old) == 1
+    (node,) = [node for node in net.nodes.values() if old[0] in node.instances]
     net.cut.clear()
+    for other in net.nodes.values():
+        if other is not node:
+            other.instances.clear()
     run(second, net=net)
 
 
@@ -234,7 +242,7 @@ def test_an_instance_that_has_served_before_the_controller_started_is_started_ag
         await until_async(lambda: {"new", "old"} <= cluster.state.instances.keys())
         execution: Any = cluster.execution
         for name, failures in (("old", 0), ("new", 1)):
-            assert execution.note_failed(name)
+            assert execution.note_failed(name, "killed")
             assert execution._failures["m"][0] == failures, name
 
     run(scenario, "a")

@@ -80,6 +80,13 @@ class ClusterModel:
         last = self.now_s if waiting or running else self.loads.get(model, Load()).last_request_s
         self.loads[model] = Load(waiting, running, kv_use=kv_use, last_request_s=last)
 
+    def redeploy(self, deployment: Deployment) -> None:
+        """Deploy another model under a known name."""
+        self.deployments[deployment.name] = deployment
+        for name, node in self.nodes.items():
+            found = (replace(one, changed=one.url != deployment.url) for one in node.instances)
+            self.nodes[name] = replace(node, instances=tuple(found))
+
     def kill(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], state="lost")
 
@@ -112,7 +119,8 @@ class ClusterModel:
             node = self.nodes[decision.node]
             deployment = self.deployments[decision.model]
             slots = deployment.devices if node.computes_on_device(deployment.device) else 1
-            assert node.free_slots(deployment.device) >= slots
+            beside = any(one.changed and one.model == decision.model for one in node.instances) and not node.devices
+            assert beside or node.free_slots(deployment.device) >= slots
             started = Instance(
                 decision.id,
                 decision.model,
@@ -125,6 +133,7 @@ class ClusterModel:
                 decision.full,
                 slots=slots,
                 device=deployment.device,
+                url=deployment.url,
             )
             self.nodes[node.name] = replace(node, instances=(*node.instances, started))
         elif isinstance(decision, StopInstance):

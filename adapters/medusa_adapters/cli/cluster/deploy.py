@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     deployment = Deployment.from_json(values, settings_name="--set")
     found = ask(arguments, "deploy", deployment.to_json())
-    print(f"deployed {found['name']}: {found['url']}, {found['min']} to {found['max']} instances")
+    scale = f"{found['min']} to {found['max']} instances"
+    print(f"deployed {found['name']}: {found['url']}, {scale}, revision {found['revision']}")
     return 0
 
 

@@ -67,7 +67,7 @@ def table(status: dict[str, Any]) -> str:
     lines = [_count(len(status["nodes"]), "node")]
     lines += [f"  {line}" for node in status["nodes"] for line in _node(node, status["at"])]
     lines.append(_count(len(status["models"]), "model"))
-    lines += [f"  {_model(model)}" for model in status["models"]]
+    lines += [f"  {line}" for model in status["models"] for line in _model(model)]
     if status["transfers"]:
         lines.append("transfers")
         lines += [f"  {_transfer(transfer)}" for transfer in status["transfers"]]
@@ -95,16 +95,18 @@ def _node(node: dict[str, Any], now: float) -> list[str]:
     for instance in node["instances"]:
         age_s = max(now - instance["since"], 0)  # by the controller's clock
         helps = f", helps {instance['helps']}" if instance["helps"] else ""
-        found.append(f"  instance {instance['id']}: {instance['state']} for {age_s:.0f} s{helps}")
+        revision = f", revision {instance['revision']}" if instance["outdated"] else ""
+        found.append(f"  instance {instance['id']}: {instance['state']} for {age_s:.0f} s{helps}{revision}")
     return found
 
 
-def _model(model: dict[str, Any]) -> str:
+def _model(model: dict[str, Any]) -> list[str]:
     copies = ", ".join(model["copies"]) or "no node"
-    return (
+    found = [
         f"{model['name']}: {model['instances']} of {model['min']} to {model['max']} instances, "
-        f"{model['running']} running, {model['waiting']} waiting, copies on {copies}"
-    )
+        f"{model['running']} running, {model['waiting']} waiting, copies on {copies}, revision {model['revision']}"
+    ]
+    return found + ([f"  replaces {model['replacing']}"] if model["replacing"] else [])
 
 
 def _transfer(transfer: dict[str, Any]) -> str:
