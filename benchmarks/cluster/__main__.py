@@ -26,6 +26,7 @@ ROWS: dict[str, Promise] = {
     "planner": Promise("decisions", "ms", 40, False, "ms to plan for 80 layers and 1,000 devices"),
     "decisions": Promise("decisions", "ms", 100, False, "ms of the slowest decision for 10,000 nodes and 1,000 models"),
     "crowded": Promise("decisions", "ms", 1000, False, "ms to decide where 10,000 nodes are full and 300 models wait"),
+    "redeploy": Promise("redeploy", "lost", 0, False, "requests lost while a model is deployed again"),
     "burst": Promise("burst", "lost", 0, False, "requests lost while instances go 1 -> N -> 1"),
 }  # fmt: skip
 

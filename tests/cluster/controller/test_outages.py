@@ -163,7 +163,7 @@ def test_an_instance_of_what_was_deployed_before_serves_no_more_when_its_node_co
         net.cut.add(old.node)
         await until_async(lambda: old.id not in cluster.state.instances)
         await ask(cluster, "deploy", **{"name": "m", "url": MODEL, "min": 1} | change)
-        await until_async(lambda: ready(cluster))
+        await until_async(lambda: cluster.state.has_answered("m"))
         net.cut.clear()
         while old.id in net.nodes[old.node].instances:
             assert old.id not in ready(cluster)
@@ -184,7 +184,7 @@ def test_a_controller_that_starts_again_ends_instances_of_what_was_deployed_befo
         net.cut.add(cluster.state.instances[old[0]].node)
         await until_async(lambda: not cluster.state.instances)
         await ask(cluster, "deploy", name="m", url=MODEL + "/other", min=1)
-        await until_async(lambda: ready(cluster))
+        await until_async(lambda: cluster.state.has_answered("m"))
         await asyncio.sleep(0.5)  # the plan is written
         net.cut.update(net.nodes)
 
