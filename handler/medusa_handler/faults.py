@@ -1,4 +1,4 @@
-"""Errors as clients see them: a status, and a message in OpenAI's form. Never a traceback."""
+"""Errors as clients see them: a status, and a message in OpenAI's form or Anthropic's. Never a traceback."""
 
 from __future__ import annotations
 
@@ -20,10 +20,22 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+_OF_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class ApiError(HttpError):
-    """An error of the OpenAI routes; ``param`` names the field at fault, ``code`` is stable."""
+    """An error of the model's routes; ``param`` names the field at fault, ``code`` is stable."""
 
     def __init__(
         self,
@@ -41,6 +53,21 @@ class ApiError(HttpError):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "internal_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def message_body(self) -> dict[str, Any]:
+        """Return the body in the form of Anthropic's interface, with our ``param`` and ``code``."""
+        kind = _MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the body in the form of the interface that a path belongs to."""
+        return self.message_body() if is_of_messages(path) else self.body()
+
+
+def is_of_messages(path: str) -> bool:
+    """Return whether a path is one of Anthropic's interface."""
+    return path.endswith(_OF_MESSAGES)
 
 
 class UnsupportedRequestError(ApiError):

@@ -16,7 +16,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from werkzeug.routing import Rule
 
 from ..contract import Headers
-from ..faults import ApiError, as_api_error, compact, internal_error
+from ..faults import ApiError, as_api_error, compact, internal_error, is_of_messages
 from ..platform import RequestSummary
 from ..user_code.binding import InvalidBodyError
 from ..user_code.user_traceback import user_traceback
@@ -139,6 +139,8 @@ def _add_request_ids(app: Flask, platform: Platform) -> None:
                 platform.extra_headers(RequestSummary(request.method, headers, response.status_code, elapsed_s))
             )
         response.headers["X-Request-Id"] = g.request_id
+        if is_of_messages(request.path):
+            response.headers["Request-Id"] = g.request_id  # Anthropic's name of it
         return response
 
 
@@ -183,7 +185,7 @@ def _error(service: Service, error: Exception) -> Response:
         folder = service.function.folder if service.function is not None else None
         logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
-    body = known.body()
+    body = known.body_for(request.path)
     is_models = _MODEL in request.blueprints or _is_model_route(service, request.path)
     if service.function is not None and (not is_models or request.path in service.platform.aliases):
         body = {"error": known.message}

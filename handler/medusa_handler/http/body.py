@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _STEP_BYTES = 1 << 20
 _JSON = re.compile(rb"[\s\0\xef\xbb\xbf\xfe\xff]*[\[{]")  # also in UTF-16 and with a byte order mark
 _UNASKED = frozenset(("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
+_KEYS = frozenset(("authorization", "x-api-key"))
 _OWN_SITES = frozenset(("same-origin", "none"))
 _WIDE = re.compile(rb"[\xf0-\xff]|\\u")
 
@@ -60,7 +61,7 @@ def refuse_pages_unasked(cors_origins: str | None) -> None:
     of this very origin, as browsers name it in Sec-Fetch-Site, which no page can set (W3C, Fetch Metadata).
     """
     origin = request.headers.get("Origin")
-    if origin is None or request.mimetype not in _UNASKED or "Authorization" in request.headers:
+    if origin is None or request.mimetype not in _UNASKED or _KEYS & {name.lower() for name, _ in request.headers}:
         return
     if request.method in ("GET", "HEAD", "OPTIONS"):
         return

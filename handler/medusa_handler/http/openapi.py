@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..faults import is_of_messages
 from ..platform import LIVE
 
 if TYPE_CHECKING:
@@ -170,6 +171,35 @@ _INPUT_TOKENS = _RESPONSE | {
         if name in ("input", "instructions", "model", "tools", "tool_choice", "text", "reasoning", "truncation", "user")
     }
 }
+_BLOCKS = _texts("text")
+_MESSAGE_OF_BLOCKS = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _BLOCKS},
+    "additionalProperties": False,
+}
+_COUNT_TOKENS: dict[str, Any] = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE_OF_BLOCKS},
+        "system": _or_null(_BLOCKS),
+        "model": _SAMPLING["model"],
+        **dict.fromkeys(("tools", "tool_choice", "thinking", "output_config", "metadata", "cache_control"), _ANY),
+        **dict.fromkeys(("chat_template_kwargs", "context_management"), _ANY),
+    },
+    "additionalProperties": False,
+}
+_MESSAGES = _COUNT_TOKENS | {
+    "required": ["messages", "max_tokens"],
+    "properties": {
+        **_COUNT_TOKENS["properties"],
+        "max_tokens": _LONG_COUNT,
+        "temperature": _or_null({"type": "number", "minimum": 0, "maximum": 1}),
+        "stop_sequences": _SAMPLING["stop"],
+        **{name: _SAMPLING[name] for name in ("stream", "top_p", "top_k", "min_p", "seed", "repetition_penalty")},
+    },
+}
 _TEXT = {"type": "string", "minLength": 1}
 _INPUT = {"type": "string"}
 
@@ -236,6 +266,8 @@ _SUMMARIES = {
     "/v1/chat/completions": "A chat",
     "/v1/responses": "A response",
     "/v1/responses/input_tokens": "How many tokens the prompt of a response has",
+    "/v1/messages": "A message, as Anthropic's interface has it",
+    "/v1/messages/count_tokens": "How many tokens the prompt of a message has",
     "/v1/embeddings": "Vectors",
     "/pooling": "Vectors, or the numbers of labels",
     "/classify": "The labels of texts",
@@ -279,6 +311,8 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     pooled = _of_input(vocab_size) | _fits()
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
     writes |= {"/v1/responses": _RESPONSE, "/v1/responses/input_tokens": _INPUT_TOKENS}
+    if not service.can_relay:
+        writes |= {"/v1/messages": _MESSAGES, "/v1/messages/count_tokens": _COUNT_TOKENS}
     if info is None:
         return writes | pooled
     not_there = {"encoder": "/classify", "classifier": "/v1/embeddings"}.get(info.architecture)
@@ -333,7 +367,8 @@ def _function_paths(service: Service) -> dict[str, Any]:
         methods = {method: call | ({} if method in ("get", "delete") else body) for method in _FUNCTION_METHODS}
         below = {"/{path}": {"parameters": [_path_parameter("path")], **methods}}
     elif service.engine is not None:
-        call = _call("The model", {"anyOf": list(_bodies(service).values())}, "application/json", "text/event-stream")
+        bodies = [body for path, body in _bodies(service).items() if not is_of_messages(path)]
+        call = _call("The model", {"anyOf": bodies}, "application/json", "text/event-stream")
         call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string", "pattern": "^\\s*[^\\s{]"}}
         methods, below = {"post": call}, {}
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..faults import compact
@@ -28,6 +29,11 @@ def heartbeat(service: Service) -> bytes:
 def _waiting(fetched_bytes: int, total_bytes: int, eta_s: float) -> bytes:
     done = f"{fetched_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB fetched, " if total_bytes else ""
     return f": waiting for the model, {done}about {eta_s:.0f} s left\n\n".encode()
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Return an event of an interface whose events have a type, which also stands in a line of its own."""
+    return f"event: {data['type']}\n".encode() + event(data)
 
 
 def event(data: Any) -> bytes:

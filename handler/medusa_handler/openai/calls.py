@@ -6,24 +6,23 @@ The modules of chats, embeddings and classifiers are imported at the first such 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flask import g, jsonify, request
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import ContextLengthError, RequestError, json_excerpt
 
 from ..faults import ApiError, UnsupportedRequestError, compact, invalid
-from ..model.harmony import EFFORTS, HarmonyReasoning
 from . import completion
 from .answer import Envelope
+from .answer_format import Asked, answer_format, check_none_hidden, check_shown, field_names, with_form
 from .body import fields, parameters
-from .body.output_constraint import OutputConstraint, output_constraint
+from .body.output_constraint import output_constraint
 from .body.parameters import Body
 from .generation_response import GenerationPlan, respond
-from .reasoning import Reasoning, TaggedReasoning, reasoning_of
 from .requested_model import adapter_of, check_model
 from .token_ids import NO_TOKEN_IDS, Prompt, TokenIds, prepared
 
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
     from ..model.chat_template import ChatTemplate
     from ..service import Service
+    from .messages.request import MessagesRequest
     from .responses.request import ResponsesRequest
-    from .tools.choice import Tools
-    from .tools.formats import Format, ToolParser
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_RESTRICTIONS = 1 << 20  # token ids of logit_bias and allowed_token_ids, in all sequences of one request
@@ -82,7 +80,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     requests = _with_adapter(service, model, requests)
     ids = TokenIds.parse(body).of_prompts(prompts, keep)
     envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked, ids))
-    names = _field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
+    names = field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
     return respond(
         service,
         GenerationPlan(requests, envelope, per_prompt, keep, stream, *_usage(body), names),
@@ -108,22 +106,22 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
-    _check_none_hidden(service, tools)
+    check_none_hidden(service, tools)
     requested = output_constraint(body)
     template = service.model.chat_template(is_disconnected)
     scored = parameters.prompt_logprob_count(body)
     prompt = template.render(messages, arguments, is_disconnected)
     continued = messages[-1]["content"] if arguments["continue_final_message"] else None
-    asked = _Asked(body, tools, requested, arguments.get("reasoning_effort"))
-    parser, reasoning, constraint = _answer_format(service, template, prompt, asked, is_disconnected, continued)
+    asked = Asked(body, tools, requested, arguments.get("reasoning_effort"))
+    parser, reasoning, constraint = answer_format(service, template, prompt, asked, is_disconnected, continued)
     shows_reasoning, ids = parameters.flag(body, "include_reasoning", True), TokenIds.parse(body)
     if reasoning is not None and not shows_reasoning:
         logprobs, ids = None, NO_TOKEN_IDS  # its tokens would show it
     defaults = service.model.sampling_defaults(is_disconnected)
     params = parameters.sampling(body, defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
-    params = _with_form(params, constraint, reasoning, parsed=parser is not None)
+    params = with_form(params, constraint, reasoning, parsed=parser is not None)
     # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
-    _check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
+    check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
     name = _answer_id("chatcmpl", body)
     # The template writes the special tokens itself.
     stream = parameters.flag(body, "stream")
@@ -140,7 +138,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
         logprobs, parser, tools.parallel, tools.choice, scored, shows_reasoning, role, ids.of_prompts(prompts, 1), text
     )
     envelope = Envelope(name, model, formatter)
-    names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"} | field_names(constraint)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
     plan = GenerationPlan(requests, envelope, count, count, stream, *_usage(body), names, reasoning)
@@ -150,27 +148,27 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
 def create_response(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request of the Responses API."""
     from .responses.answer import ResponsePlan
-    from .responses.output import Output
+    from .responses.output import response_output
     from .responses.request import ResponsesRequest
 
     fields.check_generation_fields(body, fields.RESPONSES, fields.REFUSED_FOR_RESPONSES, can_relay=service.can_relay)
     model = check_model(service, body)
     asked = ResponsesRequest.parse(body)
     tools = asked.tools
-    _check_none_hidden(service, tools)
+    check_none_hidden(service, tools)
     template = service.model.chat_template(is_disconnected)
     defaults = service.model.sampling_defaults(is_disconnected)
     params = parameters.sampling(body, defaults, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
-    _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
+    check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
     special = parameters.flag(body, "add_special_tokens", False)
     prompt = _response_prompt(service, asked, template, special, is_disconnected)
     effort = asked.template_arguments.get("reasoning_effort")
-    answered = _Asked(body, tools, asked.constraint, effort, "reasoning.effort")
-    parser, reasoning, constraint = _answer_format(service, template, prompt, answered, is_disconnected)
-    params = _with_form(params, constraint, reasoning, parsed=parser is not None)
+    answered = Asked(body, tools, asked.constraint, effort, "reasoning.effort")
+    parser, reasoning, constraint = answer_format(service, template, prompt, answered, is_disconnected)
+    params = with_form(params, constraint, reasoning, parsed=parser is not None)
     name = f"resp_{os.urandom(16).hex()}"
     requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
-    output = Output(
+    output = response_output(
         None if parser is None else parser(),
         parallel=tools.parallel,
         alternatives=asked.alternatives,
@@ -183,7 +181,7 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     except RecursionError:
         raise invalid("tools", "objects of less depth", "ones that are nested too deeply") from None
     names = {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
-    plan = ResponsePlan(requests[0], head, output, asked.streams, names | _field_names(constraint), reasoning)
+    plan = ResponsePlan(requests[0], head, output, asked.streams, names | field_names(constraint), reasoning)
     return respond(service, plan, is_disconnected)
 
 
@@ -200,6 +198,68 @@ def count_input_tokens(service: Service, body: Body, is_disconnected: Callable[[
     assert service.engine is not None
     counted = len(service.engine.tokenize(prompt, special))
     return jsonify({"object": "response.input_tokens", "input_tokens": counted})
+
+
+def create_message(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer a request of Anthropic's Messages API."""
+    from .messages.answer import MessagePlan
+    from .messages.blocks import Blocks
+    from .messages.request import MessagesRequest
+    from .output import Output
+
+    fields.check_fields(body, fields.MESSAGES, fields.REFUSED_FOR_MESSAGES)
+    asked = MessagesRequest.parse(body)
+    model = check_model(service, body)
+    tools = asked.tools
+    template = service.model.chat_template(is_disconnected)
+    check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
+    assert asked.max_tokens is not None
+    # Clients ask for as many as their own model may write, so a smaller context is no error.
+    most = min(asked.max_tokens, service.model.wait_info(is_disconnected).max_model_len)
+    defaults = service.model.sampling_defaults(is_disconnected)
+    params = parameters.sampling(asked.sampling, defaults, max_tokens=most, logprobs=None)
+    special = parameters.flag(body, "add_special_tokens", False)
+    prompt = _message_prompt(asked, template, is_disconnected)
+    answered = Asked(body, tools, asked.constraint, asked.effort_for(template), "output_config.effort")
+    continued = asked.messages[-1]["content"] if asked.continues else None
+    parser, reasoning, constraint = answer_format(service, template, prompt, answered, is_disconnected, continued)
+    params = with_form(params, constraint, reasoning, parsed=parser is not None)
+    name = f"msg_{os.urandom(16).hex()}"
+    [request] = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
+    blocks = Blocks()
+    output = Output(None if parser is None else parser(), blocks, parallel=tools.parallel)
+    names = {"prompt": "messages", "stop": "stop_sequences"} | field_names(constraint)
+    plan = MessagePlan(request, name, model, blocks, output, asked.streams, names, reasoning)
+    return respond(service, plan, is_disconnected)
+
+
+def count_message_tokens(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer how many tokens the prompt of a request of Anthropic's Messages API would have."""
+    from .messages.request import MessagesRequest
+
+    fields.check_fields(body, fields.COUNT_TOKENS, fields.REFUSED_FOR_MESSAGES)
+    asked = MessagesRequest.parse(body, counts=True)
+    check_model(service, body)
+    prompt = _message_prompt(asked, service.model.chat_template(is_disconnected), is_disconnected)
+    assert service.engine is not None
+    counted = service.engine.tokenize(prompt, parameters.flag(body, "add_special_tokens", False))
+    return jsonify({"input_tokens": len(counted)})
+
+
+def _message_prompt(asked: MessagesRequest, template: ChatTemplate, is_disconnected: Callable[[], bool]) -> str:
+    """Return the prompt of a request of the Messages API.
+
+    A template may refuse a message of the system behind others, as Claude Code sends it. It gets all of them as one.
+    """
+    from .messages.turns import with_one_system
+
+    arguments = asked.template_arguments(template)
+    try:
+        return template.render(asked.messages, arguments, is_disconnected)
+    except ApiError as error:
+        if error.code != "bad_messages" or not any(each["role"] == "system" for each in asked.messages[1:]):
+            raise
+    return template.render(with_one_system(asked.messages), arguments, is_disconnected)
 
 
 def _response_prompt(
@@ -340,110 +400,6 @@ def _requests(
                 own = replace(own, prompt_logprobs=None)
             requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
     return requests
-
-
-class _Asked(NamedTuple):
-    """What a request asks of its answer's format. ``effort`` is in the body's field of that name."""
-
-    body: Body
-    tools: Tools
-    constraint: OutputConstraint | None
-    effort: Any
-    effort_field: str = "reasoning_effort"
-
-
-class _AnswerFormat(NamedTuple):
-    """How an answer is read, and the constraint on it. ``parser`` makes the parser of its calls."""
-
-    parser: Callable[[], ToolParser] | None
-    reasoning: Reasoning | None
-    constraint: OutputConstraint | None
-
-
-def _answer_format(
-    service: Service,
-    template: ChatTemplate,
-    prompt: str,
-    asked: _Asked,
-    is_disconnected: Callable[[], bool],
-    continued: str | None = None,
-) -> _AnswerFormat:
-    """Return how the answer to a prompt is read. Raises ApiError 400 for what its format does not have."""
-    from .tools.formats import HARMONY, format_of
-
-    settings = service.settings
-    reasoning = reasoning_of(settings.reasoning_parser, template.source, prompt, continued)
-    found = format_of(settings.tool_call_parser, template.source)
-    if isinstance(reasoning, HarmonyReasoning):
-        found = HARMONY
-        if asked.effort is not None and asked.effort not in EFFORTS:
-            raise invalid(asked.effort_field, "low, medium or high, which this model knows", asked.effort)
-    constraint = _forced_constraint(asked.body, asked.tools, asked.constraint, found)
-    if isinstance(reasoning, TaggedReasoning):
-        reasoning = _tagged(service, reasoning, constraint, is_disconnected)
-    return _AnswerFormat(asked.tools.parser(found), reasoning, constraint)
-
-
-def _forced_constraint(
-    body: Body, tools: Tools, requested: OutputConstraint | None, found: Format | None
-) -> OutputConstraint | None:
-    """Return the constraint on a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
-    forced = tools.output_constraint(found)
-    if forced is None:
-        return requested
-    if requested is not None:
-        expected = "nothing where tool_choice forces a call"
-        raise invalid(requested.field, expected, body[requested.field.partition(".")[0]])
-    return OutputConstraint(forced, "tools")
-
-
-def _tagged(
-    service: Service,
-    reasoning: TaggedReasoning,
-    constraint: OutputConstraint | None,
-    is_disconnected: Callable[[], bool],
-) -> TaggedReasoning | None:
-    """Return how an answer with tags begins, if its reasoning is to be told from the rest."""
-    if service.can_relay:  # the engine's own server has a parser for it
-        return None
-    if constraint is None:
-        return reasoning
-    if service.model.wait_info(is_disconnected).engine == "torch":
-        return reasoning._replace(ends_at_call=False)  # the form begins behind the closing tag
-    return reasoning._replace(place="behind")  # the forms of vLLM's workers in a cluster begin at once
-
-
-def _with_form(
-    params: SamplingParams, constraint: OutputConstraint | None, reasoning: Reasoning | None, *, parsed: bool
-) -> SamplingParams:
-    """Return the parameters for an answer of this form; with ``parsed``, calls are looked for in its text."""
-    form = None if constraint is None else constraint.outputs
-    if form is not None and reasoning is not None:
-        form = reasoning.before(form)
-    # What marks a call or the reasoning may be a special token.
-    marked = (parsed and (form is None or form.header)) or (reasoning is not None and reasoning.is_marked)
-    return replace(params, structured_outputs=form, skip_special_tokens=params.skip_special_tokens and not marked)
-
-
-def _check_none_hidden(service: Service, tools: Tools) -> None:
-    """Raise UnsupportedRequestError for tools that our prompt does not show, unlike that of the engine's own server."""
-    if service.can_relay and tools.choice == "none" and tools.offered:
-        raise UnsupportedRequestError(400, "tools: vLLM shows the model also those that it may not call", param="tools")
-
-
-def _check_shown(template: ChatTemplate, given: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 for a field with a value that the template does not show to the model."""
-    for field, value in given.items():
-        if value and not template.takes(field):
-            raise ApiError(
-                400, f"{field}: the model's chat template has no place for them, so the model would not see them; "
-                "expected none, or a chat_template.jinja that shows them beside the weights", param=field,
-                code="unsupported_value",
-            )  # fmt: skip
-
-
-def _field_names(constraint: OutputConstraint | None) -> dict[str, str]:
-    return {} if constraint is None else {"structured_outputs": constraint.field}
 
 
 def _usage(body: Body) -> tuple[bool, bool]:

@@ -36,6 +36,10 @@ class Answer(Protocol):
     @property
     def id(self) -> str: ...
 
+    @property
+    def ping(self) -> bytes:
+        """An event that a silent stream sends beside its comments, if the interface has one."""
+
     def add(self, number: int, delta: Delta) -> None:
         """Add a delta of the sequence with this number."""
 
@@ -97,6 +101,8 @@ class GenerationPlan:
 
 class _Choices:
     """The choices of a completion or a chat."""
+
+    ping = b""
 
     def __init__(self, plan: GenerationPlan, budget: LogprobBudget) -> None:
         self._plan = plan
@@ -209,7 +215,7 @@ def _stream(
         item = first
         while True:
             if item is None:
-                yield sse.heartbeat(service)
+                yield sse.heartbeat(service) + answer.ping
             else:
                 yield from answer.stream(item.source, item.value)
             try:

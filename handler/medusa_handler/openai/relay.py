@@ -41,7 +41,7 @@ _OF_THE_CONNECTION = frozenset(
     ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host", "expect",
      "content-length")
 )  # fmt: skip
-_NOT_PASSED_ON = _OF_THE_CONNECTION | {"authorization"}
+_NOT_PASSED_ON = _OF_THE_CONNECTION | {"authorization", "x-api-key"}
 _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "date", "server"))
 
 

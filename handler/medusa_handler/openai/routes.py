@@ -69,7 +69,9 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
         _add_models(routes, service)
     add("/v1/responses", lambda body, is_disconnected: _calls().create_response(service, body, is_disconnected))
     add("/v1/responses/input_tokens", lambda body, left: _calls().count_input_tokens(service, body, left))
-    if not service.can_relay:
+    if not service.can_relay:  # else vLLM's own server has them
+        add("/v1/messages", lambda body, is_disconnected: _calls().create_message(service, body, is_disconnected))
+        add("/v1/messages/count_tokens", lambda body, left: _calls().count_message_tokens(service, body, left))
         add("/v1/load_lora_adapter", lambda body, is_disconnected: load_adapter(service, body, is_disconnected))
         add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
     if service.can_relay:

@@ -41,13 +41,17 @@ class Tokens:
 
     def accept(self, header: str) -> bool:
         """Return whether an Authorization header bears one of the tokens."""
+        scheme, _, value = header.partition(" ")
+        return self.accept_key(value) and scheme.lower() == "bearer"
+
+    def accept_key(self, value: str) -> bool:
+        """Return whether a value is one of the tokens. Anthropic's clients send it alone, in X-Api-Key."""
         import hmac  # with OpenSSL: 3 ms, and most servers want no token
 
-        scheme, _, value = header.partition(" ")
         # The time does not depend on how much of a token is right. compare_digest refuses text that is not ASCII.
         sent = value.strip().encode("latin-1", "replace")
         same = [hmac.compare_digest(sent, token) for token in (*self._own, *self._current())]
-        return any(same) and scheme.lower() == "bearer"
+        return any(same)
 
     def _current(self) -> tuple[bytes, ...]:
         path = self._path

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
     from .tracing import Tracer
 
 _REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not work, so they are never refused
-_TOKEN_REQUIRED = {
-    "error": {
-        "message": "expected the header Authorization: Bearer <token> with this server's token",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "invalid_api_key",
-    }
-}
+_TOKEN_REQUIRED = ApiError(
+    401, "expected the header Authorization: Bearer <token> with this server's token", code="invalid_api_key"
+)
 _PROBE_IS_READ_ONLY = ApiError(405, "a probe takes GET and HEAD alone", code="bad_method").body()
 
 
@@ -78,8 +73,9 @@ class WsgiGateway:
                 status = "200 OK" if probe.good else "503 Service Unavailable"
                 return _json(environ, start_response, status, probe.status)
             environ["PATH_INFO"] = probe  # the platform asks the function itself
-        elif self._tokens.required and not self._tokens.accept(environ.get("HTTP_AUTHORIZATION", "")):
-            return _json(environ, start_response, "401 Unauthorized", _TOKEN_REQUIRED, ("WWW-Authenticate", "Bearer"))
+        elif self._tokens.required and not self._has_token(environ):
+            body = _TOKEN_REQUIRED.body_for(environ["PATH_INFO"])
+            return _json(environ, start_response, "401 Unauthorized", body, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
             return _json(environ, start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
         environ[ARRIVAL] = next(self._arrivals)
@@ -93,6 +89,12 @@ class WsgiGateway:
                 self._room.release()
         return self.app()(environ, start_response)
 
+    def _has_token(self, environ: WSGIEnvironment) -> bool:
+        tokens = self._tokens
+        return tokens.accept(environ.get("HTTP_AUTHORIZATION", "")) or tokens.accept_key(
+            environ.get("HTTP_X_API_KEY", "")
+        )
+
     def app(self) -> WSGIApplication:
         """Return the Flask app; the first thread that needs it builds it."""
         with self._building:
@@ -105,7 +107,7 @@ class WsgiGateway:
         service.admission.refused += 1
         why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
         error = not_ready(why, service.model.eta_s())
-        body = error.body() if service.settings.handler is None else {"error": error.message}
+        body = error.body_for(environ["PATH_INFO"]) if service.settings.handler is None else {"error": error.message}
         return _json(environ, start_response, "503 Service Unavailable", body, *error.headers.items())
 
 

@@ -14,7 +14,7 @@ from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_handler.model.harmony import HarmonyParser, HarmonyReasoning, content_of, harmony_reasoning, turns
 from medusa_handler.openai.answer import Choice
-from medusa_handler.openai.responses.output import Output
+from medusa_handler.openai.responses.output import response_output
 from medusa_handler.openai.tools.formats import HarmonyCallParser, format_of
 from medusa_runtime.engine.base import Delta, StructuredOutputs
 from openai.types.responses import Response, ResponseStreamEvent
@@ -145,7 +145,7 @@ def test_fuzzed_text_of_a_model() -> None:
 
 def items(pieces: Iterable[str], parallel: bool) -> list[tuple[str, ...]]:
     """What the items of a response say that comes in pieces. Its events are those of its items."""
-    output = Output(HarmonyCallParser(frozenset("t")), parallel=parallel, alternatives=None)
+    output = response_output(HarmonyCallParser(frozenset("t")), parallel=parallel, alternatives=None)
     choice, events = Choice(HarmonyParser("")), []
     for text, reason in [*((piece, None) for piece in pieces), ("", "stop")]:
         choice.add(Delta("x", text, (1,), finish_reason=reason))

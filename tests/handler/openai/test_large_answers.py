@@ -15,7 +15,7 @@ from medusa_handler.openai.chat import ChatFormatter
 from medusa_handler.openai.completion import CompletionFormatter
 from medusa_handler.openai.generation_response import Answer, GenerationPlan
 from medusa_handler.openai.responses.answer import ResponsePlan
-from medusa_handler.openai.responses.output import Output
+from medusa_handler.openai.responses.output import response_output
 from medusa_runtime.engine.base import Delta, GenerateRequest, PromptLogprobs, SamplingParams, TokenLogprob
 
 TOP = tuple((number, "a", -1.0) for number in range(20))
@@ -60,7 +60,7 @@ def test_a_stream_may_have_any_number_of_them() -> None:
 
 def response() -> Answer:
     request = GenerateRequest("r", "a", SamplingParams(logprobs=20))
-    output = Output(None, parallel=True, alternatives=20)
+    output = response_output(None, parallel=True, alternatives=20)
     return ResponsePlan(request, {"id": "resp_1"}, output, True).answer(LogprobBudget())
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from medusa_handler.openai.answer import Choice
 from medusa_handler.openai.body import fields
-from medusa_handler.openai.responses.output import Output
+from medusa_handler.openai.responses.output import response_output
 from medusa_handler.openai.tools.formats import NamedCallParser
 from medusa_runtime.engine.base import Delta
 from openai.types.responses import Response, ResponseFunctionToolCallOutputItem, ResponseStreamEvent
@@ -201,7 +201,7 @@ def test_calls_are_items(served: Any, said: str, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize(("said", "status"), [('{"city": "Kö', "incomplete"), ('{"city": "Köln"}', "completed")])
 def test_a_call_that_is_cut_is_incomplete(said: str, status: str) -> None:
-    output = Output(NamedCallParser("weather"), parallel=True, alternatives=None)
+    output = response_output(NamedCallParser("weather"), parallel=True, alternatives=None)
     choice = Choice()
     choice.add(Delta("id", said))
     events = [*output.add(choice), *output.finish("incomplete")]

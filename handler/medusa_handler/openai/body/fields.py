@@ -45,6 +45,20 @@ INPUT_TOKENS = _names(
     "model input instructions tools tool_choice parallel_tool_calls text reasoning truncation chat_template_kwargs "
     "add_special_tokens"
 )
+# Some of them are about Anthropic's own service, and have no effect: its clients send them as a matter of course.
+_OF_ANTHROPIC = _names(
+    "cache_control context_management inference_geo speed diagnostics fallbacks fallback_credit_token billing_policy "
+    "betas"
+)
+_TURNS = _names(
+    "model messages system tools tool_choice thinking output_config chat_template_kwargs add_special_tokens"
+)
+COUNT_TOKENS = _TURNS | _OF_ANTHROPIC
+MESSAGES = (
+    COUNT_TOKENS
+    | {"stop_sequences"}
+    | (_SAMPLING - _names("n stop stream_options logprobs prompt_logprobs response_format structured_outputs"))
+)
 REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
 _POOLING = _names("model truncate_prompt_tokens truncation_side use_activation")
@@ -160,6 +174,24 @@ REFUSED_FOR_RESPONSES = REFUSED | {
     "logprobs": Refusal('use include, with "message.output_text.logprobs" in it'),
     "enable_response_messages": Refusal("the prompt is not part of an answer"),
     "previous_input_messages": Refusal("send them as input"),
+}
+_ANTHROPICS = Refusal("it belongs to Anthropic's own service")
+REFUSED_FOR_MESSAGES = REFUSED | {
+    "container": _ANTHROPICS,
+    "mcp_servers": Refusal("this server calls no tools itself; list them as tools"),
+    "thread": Refusal("nothing is kept between requests; send all messages with each"),
+    "compaction": Refusal("conversations are not compacted"),
+    "output_format": Refusal("use output_config.format"),
+    "n": Refusal("a message has one answer; send the request again for another", (1,)),
+    "stop": Refusal("use stop_sequences"),
+    "max_completion_tokens": Refusal("use max_tokens"),
+    "response_format": Refusal("use output_config.format"),
+    "structured_outputs": Refusal("use output_config.format"),
+    "reasoning_effort": Refusal("use output_config.effort"),
+    "parallel_tool_calls": Refusal("use tool_choice.disable_parallel_tool_use", (True,)),
+    "logprobs": Refusal("chats, completions and responses have them"),
+    "top_logprobs": Refusal("chats, completions and responses have them"),
+    "prompt_logprobs": Refusal("chats and completions have them"),
 }
 _NO_SUMMARY = Refusal("the reasoning is shown as it is, without a summary", ("auto",))
 REFUSED_REASONING = {

@@ -90,7 +90,7 @@ def sampling(
         presence_penalty=number(body, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=number(body, "frequency_penalty", 0.0, -2.0, 2.0),
         seed=integer(body, "seed", None),
-        stop=_stop(body),
+        stop=stop_strings(body, "stop"),
         stop_token_ids=token_ids(body.get("stop_token_ids") or [], "stop_token_ids"),
         include_stop_str_in_output=flag(body, "include_stop_str_in_output"),
         ignore_eos=flag(body, "ignore_eos"),
@@ -142,15 +142,15 @@ def prompt_logprob_count(body: Body) -> int | None:
     return value
 
 
-def _stop(body: Body) -> tuple[str, ...]:
-    value = body.get("stop")
+def stop_strings(body: Body, name: str) -> tuple[str, ...]:
+    value = body.get(name)
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise invalid("stop", "a string or a list of strings, none of them empty", value)
+        raise invalid(name, "a string or a list of strings, none of them empty", value)
     if len(stops) > _MOST_STOPS:
-        raise invalid("stop", f"at most {_MOST_STOPS} strings", len(stops))
+        raise invalid(name, f"at most {_MOST_STOPS} strings", len(stops))
     return tuple(stops)
 
 

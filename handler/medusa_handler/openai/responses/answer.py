@@ -14,8 +14,8 @@ from ...http import sse
 from ...logprob_budget import LogprobBudget
 from ..answer import Choice, LogprobLimit
 from ..generation_response import Answer
+from ..output import Event, Output
 from ..reasoning import Reasoning
-from .output import Event, Output
 
 # The codes that a response's error may have.
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -43,6 +43,8 @@ class ResponsePlan:
 
 
 class _ResponseAnswer:
+    ping = b""
+
     def __init__(self, plan: ResponsePlan, budget: LogprobBudget) -> None:
         self._head = plan.head
         self._output = plan.output
@@ -100,10 +102,10 @@ class _ResponseAnswer:
         return "completed" if self._choice.finish_reason == "stop" else "incomplete"
 
     def _event(self, event: Event) -> bytes:
-        """Return an event with its number. Its name also stands in a line of its own, as OpenAI sends it."""
+        """Return an event with its number."""
         numbered = {"type": event["type"], "sequence_number": self._events, **event}
         self._events += 1
-        return f"event: {event['type']}\n".encode() + sse.event(numbered)
+        return sse.named_event(numbered)
 
     def _object(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         is_cut = self._choice.finish_reason == "length"

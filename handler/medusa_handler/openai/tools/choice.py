@@ -19,6 +19,20 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _EXPECTED_FLAT_CHOICE = (
     '"auto", "none", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": …}'
 )
+_EXPECTED_TYPED_CHOICE = '{"type": …}, with auto, any, tool (and a name) or none as the type'
+_ONE_CALL = "tool_choice.disable_parallel_tool_use"
+_SCHEMA_TOOL = frozenset(
+    (
+        "type",
+        "name",
+        "description",
+        "input_schema",
+        "strict",
+        "cache_control",
+        "eager_input_streaming",
+        "input_examples",
+    )
+)
 _FUNCTION = frozenset(("type", "name", "description", "parameters", "strict"))
 _LATER = Refusal("all tools are shown to the model at once, and called by it alone")
 _REFUSED_OF_FUNCTION = {
@@ -115,6 +129,24 @@ def flat_tools_of(body: Body) -> Tools:
     return _chosen(body, tools, {"type": "function", "function": {"name": choice["name"]}})
 
 
+def blocks_tools_of(body: Body) -> Tools:
+    """Return the tools of a body of /v1/messages, where a tool has an ``input_schema``. Raises ApiError 400."""
+    tools = [_schema_tool(tool, f"tools[{number}]") for number, tool in enumerate(_tools(body))]
+    choice = body.get("tool_choice")
+    if choice is None:
+        return _chosen({}, tools, None)
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind not in ("auto", "any", "tool", "none"):
+        raise invalid("tool_choice", _EXPECTED_TYPED_CHOICE, choice)
+    check_inner_fields(choice, "tool_choice", frozenset(("type", "name", "disable_parallel_tool_use")))
+    one = flag({_ONE_CALL: choice.get("disable_parallel_tool_use")}, _ONE_CALL)
+    if kind == "tool" and not isinstance(choice.get("name"), str):
+        raise invalid("tool_choice.name", "the name of one of the tools", choice.get("name"))
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    parallel = {"parallel_tool_calls": not one}
+    return _chosen(parallel, tools, named if kind == "tool" else "required" if kind == "any" else kind)
+
+
 def _tools(body: Body) -> list[Any]:
     offered = body.get("tools")
     if offered is not None and not isinstance(offered, list):
@@ -179,6 +211,20 @@ def _flat_tool(tool: Any, name: str) -> dict[str, Any]:
     _check_function(tool, name)
     function = {field: tool[field] for field in tool if field in _FUNCTION and field != "type"}
     return {"type": "function", "function": function}
+
+
+def _schema_tool(tool: Any, name: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
+        raise unsupported(name, '{"name": …, "input_schema": …}, the only type of tools here', tool)
+    check_inner_fields(tool, name, _SCHEMA_TOOL, _REFUSED_OF_FUNCTION)
+    schema, description = tool.get("input_schema"), tool.get("description")
+    check_name(tool.get("name"), f"{name}.name")
+    if not isinstance(schema, Mapping):
+        raise invalid(f"{name}.input_schema", "a JSON schema", schema)
+    if description is not None and not isinstance(description, str):
+        raise invalid(f"{name}.description", "text", description)
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": tool["name"], **described, "parameters": schema}}
 
 
 def _check_function(function: Mapping[str, Any], name: str) -> None:
