@@ -18,10 +18,10 @@ _MOST_COUNTED = 20_000  # lists and objects in which a prompt is looked for; wit
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
 # The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
-SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 OTHER_ROUTES = frozenset(
     {
-        "/v1/messages", "/v1/responses/input_tokens",
+        "/v1/messages/count_tokens", "/v1/responses/input_tokens",
         "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
@@ -29,6 +29,7 @@ OTHER_ROUTES = frozenset(
 FRAME_ROUTE = "/medusa/generate"  # takes a frame of the engine's socket, from a function with --engine cluster
 _PASSED_ON = ("X-Request-Id", "Traceparent", "Tracestate", "Baggage")
 _NO_TEXT = frozenset({"role", "type", "image_url", "input_audio"})  # fields of a message that are not prompt text
+_OF_PROMPT = ("prompt", "messages", "input", "instructions", "system", "tools")
 ROUTES = SAMPLING_ROUTES | OTHER_ROUTES | {FRAME_ROUTE}
 
 
@@ -72,7 +73,7 @@ def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     tokens, text_bytes = 0, 0
     request = body["frame"] if route == FRAME_ROUTE else body
-    left: list[Any] = [[request.get(name) for name in ("prompt", "messages", "input", "instructions", "tools")]]
+    left: list[Any] = [[request.get(name) for name in _OF_PROMPT]]
     for _ in range(_MOST_COUNTED):
         if not left:
             break

@@ -1,4 +1,4 @@
-"""Errors that clients of a gateway get, in OpenAI's form."""
+"""Errors that clients of a gateway get, in OpenAI's form, or in Anthropic's from its routes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import math
 from typing import Any
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 404: "not_found_error"}
+
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_OF_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 LARGEST_ERROR_BYTES = 256 << 10  # of an instance's error
 
@@ -24,10 +33,18 @@ class Fault(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "internal_error")
+    def body(self, path: str) -> bytes:
+        """Return the body of the answer to a request for this path."""
+        is_message = path in _OF_MESSAGES
+        other = "invalid_request_error" if self.status < 500 else "api_error" if is_message else "internal_error"
+        kind = (_MESSAGE_TYPES if is_message else _TYPES).get(self.status, other)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return compact({"error": error})
+        return compact({"type": "error", "error": error} if is_message else {"error": error})
+
+    def events(self, path: str) -> bytes:
+        """Return the events that end the stream of a path with this error."""
+        name = b"event: error\n" if path in _OF_MESSAGES else b""
+        return name + b"data: " + self.body(path) + b"\n\n" + (b"" if name else b"data: [DONE]\n\n")
 
     def headers(self) -> dict[str, str]:
         if self.status == 401:

@@ -24,9 +24,10 @@ SMALL_BYTES = 64 << 10  # an answer of this size never waits for its client
 _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id", "Allow", "Cache-Control")
 REVISION = "Medusa-Revision"
 _BUSY_CODES = ("not_ready", "overloaded")
-# A stream of chunks ends with [DONE], one of the Responses API with one of these.
+# A stream of chunks ends with [DONE], one of the Responses API or of Anthropic's Messages API with one of these.
 _FAILED = b"event: response.failed\n"
-_LAST = (b"event: response.completed\n", b"event: response.incomplete\n", _FAILED)
+_ERROR = b"event: error\n"
+_LAST = (b"event: response.completed\n", b"event: response.incomplete\n", _FAILED, b"event: message_stop\n", _ERROR)
 # Its answers, or the bodies of requests, take all the memory they may. That is no fault of the instance's.
 _MEMORY_CODES = ("answer_memory", "body_memory")
 _ENGINE_CODES = ("Engine.Failed", "Device.", "Limit.", "Cluster.")
@@ -138,7 +139,7 @@ class InstanceResponse:
             if not share.resize(_COPIES * size if size > LARGE_BYTES else 0):
                 raise answers_too_large(share.total_bytes)
             for event in splitter.feed(piece):
-                if event.data is not None and event.data.startswith(b'{"error"'):
+                if event.data is not None and (event.data.startswith(b'{"error"') or event.raw.startswith(_ERROR)):
                     _raise_if_given_up(error_code(event.data))
                 elif event.data is not None and event.raw.startswith(_FAILED):
                     _raise_if_given_up(await run_beside(len(event.data), _code_of_failure, event.data))

@@ -257,24 +257,25 @@ class GatewayServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the client's token, and answer errors in OpenAI's form."""
+        """Check the client's token, and answer errors in the form of the route's interface."""
         given = request.headers.get("X-Request-Id", "")
         request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         try:
             self._check_token(request)
             return await handler(request)
         except Fault as fault:
-            return _error(fault)
+            return _error(request, fault)
         except web.HTTPException as error:
-            return _error(_http_fault(request, error))
+            return _error(request, _http_fault(request, error))
         except MedusaError as error:
-            return _error(Fault(503, str(error), code=error.code, retry_after_s=1.0))
+            return _error(request, Fault(503, str(error), code=error.code, retry_after_s=1.0))
         except ConnectionError:
             raise asyncio.CancelledError from None  # the client is gone, so there is nothing to answer
         except Exception:
             number = request[REQUEST_ID]
             logger.exception("request %s failed", number)
-            return _error(Fault(500, f"internal error; the log has the details under {number}", code="internal"))
+            text = f"internal error; the log has the details under {number}"
+            return _error(request, Fault(500, text, code="internal"))
 
     async def _finish_head(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "medusa-runtime"  # instead of aiohttp's and Python's versions
@@ -287,8 +288,10 @@ class GatewayServer:
         token = self._options.client_token
         if token is None or request.path in _OPEN_PATHS:
             return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode()):
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # Anthropic's clients send it in a header of their own.
+        given = [each.encode("utf-8", "surrogateescape") for each in (bearer, request.headers.get("X-Api-Key", ""))]
+        if not any(hmac.compare_digest(each, token.encode()) for each in given):
             raise Fault(401, "expected this gateway's token as Authorization: Bearer …", code="invalid_api_key")
 
 
@@ -297,7 +300,8 @@ def _refuse_pages_unasked(request: web.Request) -> None:
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if request.headers.get("Sec-Fetch-Site") in _OWN_SITES:
         return
-    if "Origin" in request.headers and "Authorization" not in request.headers and kind in _UNASKED:
+    has_key = "Authorization" in request.headers or "X-Api-Key" in request.headers
+    if "Origin" in request.headers and not has_key and kind in _UNASKED:
         text = f"expected Content-Type: application/json from a web page, found {kind or 'none'}"
         raise Fault(415, text, code="bad_content_type")
 
@@ -374,7 +378,7 @@ class _Client:
 
     async def fail(self, fault: Fault) -> None:
         self._fault = fault
-        await self.send(b"data: " + fault.body() + b"\n\n" + sse.DONE)
+        await self.send(fault.events(self._request.path))
 
     async def send_whole(self, answer: Answer) -> web.StreamResponse:
         """Send a large answer that is no stream, in pieces. Raises ConnectionError like ``send``."""
@@ -430,10 +434,9 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=compact(value), status=status, content_type="application/json")
 
 
-def _error(fault: Fault) -> web.Response:
-    return web.Response(
-        body=fault.body(), status=fault.status, headers=fault.headers(), content_type="application/json"
-    )
+def _error(request: web.Request, fault: Fault) -> web.Response:
+    body = fault.body(request.path)
+    return web.Response(body=body, status=fault.status, headers=fault.headers(), content_type="application/json")
 
 
 def _http_fault(request: web.Request, error: web.HTTPException) -> Fault:

@@ -1,4 +1,4 @@
-"""Events of a stream without choices: the usage, and events of other interfaces such as the Responses API."""
+"""Events of a stream without choices: the usage, and those of the Responses API and of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ..large_json import LARGE_BYTES, pieces
 _IDS = ("id", "item_id", "response_id", "call_id", "message_id")
 _LOGPROBS = "logprobs"  # has no ids, and may have a million values
 _TIMES = ("created", "created_at", "completed_at")
+# A message begins with the length of its prompt, if that is known by then.
+_VARYING = (*_IDS, *_TIMES, "usage")
 _TIME = re.compile(rb'"(?:created|created_at|completed_at)": ?[^,}]*')
 _HEAD_BYTES = 64 << 10  # in which the times of an event stand that is not parsed
 
@@ -107,9 +109,7 @@ def _lasting(value: Any) -> Any:
         return [_lasting(part) for part in value]
     if isinstance(value, dict):
         return {
-            name: part if name == _LOGPROBS else _lasting(part)
-            for name, part in value.items()
-            if name not in _IDS and name not in _TIMES
+            name: part if name == _LOGPROBS else _lasting(part) for name, part in value.items() if name not in _VARYING
         }
     return value
 

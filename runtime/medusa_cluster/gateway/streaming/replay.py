@@ -23,7 +23,10 @@ _TEXTS = (("reasoning", "reasoning_content"), ("content",))
 _SILENT = ("role", "refusal", *chain(*_TEXTS))  # fields of a chat's delta that are not compared as other fields
 _MOST_PARSED_BYTES = 4 << 20  # of an event of the Responses API: only its last ones are larger
 # Of a token each.
-_DELTAS = ("response.reasoning_text.delta", "response.output_text.delta", "response.function_call_arguments.delta")
+_DELTAS = (
+    *("response.reasoning_text.delta", "response.output_text.delta", "response.function_call_arguments.delta"),
+    "content_block_delta",  # of the Messages API
+)
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Transcript:
             raise ValueError("expected an object as an event's data, found something else")  # noqa: TRY004
         if chunk.get("type") == "delta":
             return self._take_frame(raw, chunk)
-        if "error" in chunk:
+        if "error" in chunk or chunk.get("type") == "ping":
             return raw
         if chunk.get("choices"):
             return self._take_chunk(raw, chunk)
