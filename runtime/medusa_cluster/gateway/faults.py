@@ -15,7 +15,7 @@ _MESSAGE_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_OF_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+OF_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 LARGEST_ERROR_BYTES = 256 << 10  # of an instance's error
 
@@ -35,7 +35,7 @@ class Fault(Exception):
 
     def body(self, path: str) -> bytes:
         """Return the body of the answer to a request for this path."""
-        is_message = path in _OF_MESSAGES
+        is_message = path in OF_MESSAGES
         other = "invalid_request_error" if self.status < 500 else "api_error" if is_message else "internal_error"
         kind = (_MESSAGE_TYPES if is_message else _TYPES).get(self.status, other)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -43,7 +43,7 @@ class Fault(Exception):
 
     def events(self, path: str) -> bytes:
         """Return the events that end the stream of a path with this error."""
-        name = b"event: error\n" if path in _OF_MESSAGES else b""
+        name = b"event: error\n" if path in OF_MESSAGES else b""
         return name + b"data: " + self.body(path) + b"\n\n" + (b"" if name else b"data: [DONE]\n\n")
 
     def headers(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from medusa_runtime.storage.base import redacted
 from ..connections import Handler, track_request
 from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
-from .faults import BrokenOffError, Fault, compact
+from .faults import OF_MESSAGES, BrokenOffError, Fault, compact
 from .gateway import Gateway
 from .instance_response import SMALL_BYTES, Answer
 from .page import page
@@ -280,6 +280,8 @@ class GatewayServer:
     async def _finish_head(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "medusa-runtime"  # instead of aiohttp's and Python's versions
         response.headers.setdefault("X-Request-Id", request.get(REQUEST_ID, ""))
+        if request.path in OF_MESSAGES:
+            response.headers["Request-Id"] = response.headers["X-Request-Id"]  # Anthropic's name of it
         if self.draining:
             response.force_close()
             response.headers["Connection"] = "close"
