@@ -23,13 +23,18 @@ def read_config(read: ReadFile, index: WeightIndex, dtype: str = "auto") -> Mode
     ``dtype`` is the setting: a name that config.json may have, too, or "auto" for what it has. A config without any
     gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
     """
-    raw = read_config_json(read)
-    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-        raw["dtype"] = weights_dtype(index)
+    raw = with_dtype(read_config_json(read), index)
     if _has_own_head(index):
         raw["tie_word_embeddings"] = False
     config = model_config(raw)
     return config if dtype == "auto" else replace(config, dtype=DTYPES[dtype])
+
+
+def with_dtype(raw: dict[str, Any], index: WeightIndex) -> dict[str, Any]:
+    """Return the fields of a config.json with the weights' dtype if they name none."""
+    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+        return raw | {"dtype": weights_dtype(index)}
+    return raw
 
 
 def _has_own_head(index: WeightIndex) -> bool:

@@ -73,12 +73,10 @@ def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
 def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
     from ..models.base import DTYPES
     from ..models.sentences import SentenceEncoderSettings
-    from .checkpoint_files import read_config_json, weights_dtype
     from .encoder.text_encoder import build_encoder
 
     SentenceEncoderSettings.read(read)
-    dtype = weights_dtype(index) if settings.dtype == "auto" else settings.dtype
-    return build_encoder(read_config_json(read), DTYPES[dtype])[1]
+    return build_encoder(read, index, None if settings.dtype == "auto" else DTYPES[settings.dtype])[1]
 
 
 __all__ = ["check", "check_tokenizer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ ARCHITECTURES: dict[str, str] = {
 # The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
+_BARE = re.compile(r"Model$")
 _OTHER_TASKS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")  # which only a handler runs
 
 
@@ -39,6 +41,17 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     other = any(name in ARCHITECTURES or name.endswith((CLASSIFIER, *_OTHER_TASKS)) for name in names)
     return raw.get("model_type") in ENCODERS and not other and not raw.get("is_decoder")
+
+
+def as_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a config.json as the one of a whole decoder of ours; None if it is of no such decoder.
+
+    Some embedding models were saved without their head, and so are called MistralModel instead of MistralForCausalLM.
+    """
+    named = raw.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    whole = dict(raw) | {"architectures": [_BARE.sub("ForCausalLM", name) for name in names]}
+    return whole if names and has_family(whole) else None
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from ..errors import MismatchError, ModelError
 from .architectures import architecture_of, has_family, is_encoder
 from .fields import Fields, ReadFile, read_object
 from .registry import model_config
+from .sentences import embedding_decoder
 
 
 class Backend(NamedTuple):
@@ -65,6 +66,8 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
         return Backend("vllm", architecture_of(config))
     if is_encoder(config):
         return Backend("encoder", str(config.get("model_type")), quantization=str(Fields(config).quantization() or ""))
+    if (decoder := embedding_decoder(config, read)) is not None:
+        return Backend("encoder", architecture_of(decoder), quantization=str(Fields(config).quantization() or ""))
     architecture = architecture_of(config)
     stored = str(Fields(config).quantization() or "")
     if has_family(config):
@@ -85,6 +88,8 @@ def verify(read: ReadFile, settings: Settings) -> Backend:
         verify_foreign(config)
     elif found.kind == "decoder":
         model_config(config)
+    elif (decoder := embedding_decoder(config, read)) is not None:
+        model_config(decoder)
     elif found.kind == "encoder":
         from .bert import BertConfig
 

@@ -5,14 +5,21 @@ They are in the files that sentence-transformers puts beside the weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from medusa_runtime.checkpoint.reader import SENTENCE_MODULES, SENTENCE_SETTINGS, module_config_name
 from medusa_runtime.errors import CorruptError, ModelError
+from medusa_runtime.models.architectures import as_decoder, is_encoder
 from medusa_runtime.models.fields import ReadFile, read_json, read_object
 
-_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_POOLINGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "lasttoken": "last",
+}
 _KINDS = ("Transformer", "Pooling", "Normalize")
 
 
@@ -34,12 +41,9 @@ class SentenceEncoderSettings:
 
         Raises ModelError for a setting that is not supported, and CorruptError for a file that is not JSON.
         """
-        modules = read_json(file, SENTENCE_MODULES)
-        if modules is None:
+        kinds = _kinds(file)
+        if not kinds:
             return cls()
-        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-            raise CorruptError(f"{SENTENCE_MODULES}: expected a list of modules, found {str(modules)[:80]}")
-        kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
         unknown = [kind for kind in kinds if kind not in _KINDS]
         if unknown:
             raise ModelError(f"{SENTENCE_MODULES}: expected {', '.join(_KINDS)}; found also {', '.join(unknown)}")
@@ -53,6 +57,25 @@ class SentenceEncoderSettings:
         return cls(pooling, "Normalize" in kinds, limit)
 
 
+def embedding_decoder(raw: Mapping[str, Any], file: ReadFile) -> dict[str, Any] | None:
+    """Return the config.json of the decoder of ours whose hidden states a sentence encoder pools, such as Qwen3-Embedding.
+
+    ``raw`` is the checkpoint's. Returns None for any other checkpoint. Raises CorruptError.
+    """
+    decoder = None if is_encoder(raw) else as_decoder(raw)
+    return decoder if decoder is not None and "Pooling" in _kinds(file) else None
+
+
+def _kinds(file: ReadFile) -> dict[str, dict[str, Any]]:
+    """Return the modules of modules.json by their kinds."""
+    modules = read_json(file, SENTENCE_MODULES)
+    if modules is None:
+        return {}
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CorruptError(f"{SENTENCE_MODULES}: expected a list of modules, found {str(modules)[:80]}")
+    return {str(module.get("type")).rpartition(".")[2]: module for module in modules}
+
+
 def _pooling(name: str, config: Any) -> str:
     if not isinstance(config, dict):
         raise CorruptError(f"{name}: expected the pooling's JSON object, found {config!r}")
@@ -60,5 +83,5 @@ def _pooling(name: str, config: Any) -> str:
     found = [mode] if isinstance(mode, str) else [key for key, on in config.items() if on is True and "_mode_" in key]
     known = [_POOLINGS.get(one, one) for one in found]
     if len(known) != 1 or known[0] not in _POOLINGS.values():
-        raise ModelError(f"{name}: expected one pooling, mean or cls; found {', '.join(map(str, known)) or 'none'}")
+        raise ModelError(f"{name}: expected one pooling, mean, cls or lasttoken; found {', '.join(map(str, known)) or 'none'}")
     return str(known[0])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,14 +16,16 @@ from ...load.skeleton import skeleton
 from ...models.architectures import is_encoder
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
-from ...models.fields import Fields
+from ...models.embedder import DecoderEmbedder
+from ...models.fields import Fields, ReadFile
 from ...models.layers.pooling import POOLINGS, normalized
-from ...models.sentences import SentenceEncoderSettings
+from ...models.registry import model_config
+from ...models.sentences import SentenceEncoderSettings, embedding_decoder
 from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EmbedOptions
-from ..checkpoint_files import read_config_json, weights_dtype
+from ..checkpoint_files import read_config_json, weights_dtype, with_dtype
 from ..serving.cut import Cut
 from ..serving.tokenizer import Tokenizer
 
@@ -40,8 +41,19 @@ class Tokens(list[int]):
         self.segments = list(segments)
 
 
-def build_encoder(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | TransformersEncoder, Applier]:
-    """Build the encoder that a config.json describes, as a skeleton, and the applier that fills it."""
+def build_encoder(
+    read: ReadFile, index: WeightIndex, dtype: torch.dtype | None = None
+) -> tuple[Bert | DecoderEmbedder | TransformersEncoder, Applier]:
+    """Build the encoder that a checkpoint's small files describe, as a skeleton, and the applier that fills it.
+
+    Without a ``dtype``, it computes in the weights' own.
+    """
+    raw = read_config_json(read)
+    if (decoder := embedding_decoder(raw, read)) is not None:
+        config = model_config(with_dtype(decoder, index))
+        embedder = DecoderEmbedder(config if dtype is None else replace(config, dtype=dtype))
+        return embedder, embedder.applier()
+    dtype = dtype or DTYPES[weights_dtype(index)]
     if is_encoder(raw):
         with skeleton():
             model = Bert(BertConfig.from_hf(raw, pooler=False)).eval()
@@ -68,11 +80,10 @@ class Encoder:
 
     def __init__(self, region: Region, timeline: Timeline, options: EncoderOptions | None = None) -> None:
         options = options or EncoderOptions()
-        raw = read_config_json(region.file)
         self.sentences = SentenceEncoderSettings.read(region.file)
-        dtype = options.dtype or DTYPES[weights_dtype(region.wait_index())]
+        index = region.wait_index()
         with timeline.stage("skeleton"):
-            self._model, applier = build_encoder(raw, dtype)
+            self._model, applier = build_encoder(region.file, index, options.dtype)
         self.config = self._model.config
         self.is_classifier = isinstance(self._model, TransformersEncoder) and self._model.is_classifier
         self.max_tokens = self._resolve_max_tokens(options.max_tokens)

@@ -1,6 +1,9 @@
-"""Causal attention without a cache: the new tokens are one whole sequence."""
+"""Causal attention without a cache: the new tokens are one whole sequence, or several."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +33,24 @@ class CausalAttention:
         tokens, heads, _ = q.shape
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        if (window is None or window >= tokens) and softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
         place = torch.arange(tokens, device=q.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         if softcap is not None or sinks is not None:
             return masked_attention(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
+
+class CausalTexts:
+    """Attention for a forward pass over several whole sequences, which have these numbers of tokens."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._each = [CausalAttention(length) for length in lengths]
+        self._lengths = list(lengths)
+        self.lengths = torch.cat([one.lengths for one in self._each])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        parts = zip(self._each, *(x.split(self._lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([one.attend(layer, *part, **options) for one, *part in parts])

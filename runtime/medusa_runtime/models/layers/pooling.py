@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,7 +23,15 @@ def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden[:, 0]
 
 
-POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": first_token}
+def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Return the vector of each text's last token, which has seen all others of a decoder.
+
+    hidden is [batch, tokens, size], with padding behind each text only; mask [batch, tokens] is false for it.
+    """
+    return hidden[torch.arange(len(hidden)), mask.sum(1) - 1]
+
+
+POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": first_token, "last": last_token}
 
 
 def normalized(vectors: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""Decoders that turn texts into vectors, such as Qwen3-Embedding: the hidden states behind the last norm, and no head."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..load.applier import Applier
+from .base import ModelConfig
+from .layers.causal import CausalTexts
+from .transformers.encoder import Sizes
+
+
+class DecoderEmbedder(nn.Module):
+    """Turns token ids [texts, tokens] into hidden states [texts, tokens, hidden]. A token sees the earlier ones.
+
+    A text has at most as many tokens as a layer's window, if there is one. Raises ModelError for a family that cannot
+    do without its head.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.decoder = config.model()
+        if not hasattr(self.decoder, "lm_head") or not hasattr(self.decoder, "norm"):
+            raise ModelError(
+                f"{config.architecture} makes no embeddings; expected a decoder such as Qwen3ForCausalLM, or an encoder"
+            )
+        del self.decoder.lm_head
+        longest = min([config.max_positions, *filter(None, config.windows)])
+        self.config = Sizes(config.vocab_size, config.hidden_size, longest)
+
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """Run the decoder. ``mask`` [texts, tokens] is false for padding, which only ends texts; nothing is a segment."""
+        present = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+        positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)[present]
+        attention = CausalTexts(present.sum(1).tolist())
+        hidden = self.decoder.embed(token_ids[present], positions)
+        hidden = cast(nn.Module, self.decoder.norm)(self.decoder.run_layers(hidden, positions, attention))
+        out = hidden.new_zeros(*token_ids.shape, hidden.shape[-1])
+        out[present] = hidden
+        return out
+
+    def rename(self, name: str) -> str | None:
+        target = self._target(name)
+        return None if target is None else f"decoder.{target}"
+
+    def _target(self, name: str) -> str | None:
+        target = self.decoder.rename(name)
+        return None if target == "lm_head.weight" else target
+
+    def applier(self) -> Applier:
+        """Return the applier that fills the decoder from a region."""
+        own = self.decoder.config
+        return Applier(
+            self.decoder, dtype=own.dtype, rename=self._target, quantization=own.quantization, divide=self.decoder.divide
+        )
+
+
+__all__ = ["DecoderEmbedder"]
