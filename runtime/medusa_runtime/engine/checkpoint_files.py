@@ -82,6 +82,17 @@ def read_eos_token_ids(read: ReadFile, config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted(token for token in {*config.eos_token_ids, *found} if token < config.vocab_size))
 
 
+def added_end(read: ReadFile) -> str | None:
+    """Return the token that tokenizer_config.json puts behind each text (``add_eos_token``); None if there is none.
+
+    transformers adds it, whatever tokenizer.json says. Raises CorruptError.
+    """
+    raw = read_object(read, "tokenizer_config.json") or {}
+    token = raw.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if raw.get("add_eos_token") is True and isinstance(content, str) and content else None
+
+
 def check_for_gpu(config: ModelConfig) -> None:
     """Raise ModelError for a model that this engine runs on CPUs only."""
     if config.is_foreign:

@@ -1,4 +1,4 @@
-"""Decoders that turn texts into vectors, such as Qwen3-Embedding: the hidden states behind the last norm, and no head."""
+"""Decoders that turn texts into vectors, such as Qwen3-Embedding: hidden states behind the last norm, and no head."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class DecoderEmbedder(nn.Module):
         self.config = Sizes(config.vocab_size, config.hidden_size, longest)
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """Run the decoder. ``mask`` [texts, tokens] is false for padding, which only ends texts; nothing is a segment."""
+        """Run the decoder. ``mask`` [texts, tokens] is false for the padding behind texts. There are no segments."""
         present = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
         positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)[present]
         attention = CausalTexts(present.sum(1).tolist())
         hidden = self.decoder.embed(token_ids[present], positions)
-        hidden = cast(nn.Module, self.decoder.norm)(self.decoder.run_layers(hidden, positions, attention))
+        norm = cast(nn.Module, self.decoder.norm)
+        hidden = cast(Tensor, norm(self.decoder.run_layers(hidden, positions, attention)))
         out = hidden.new_zeros(*token_ids.shape, hidden.shape[-1])
         out[present] = hidden
         return out
@@ -55,7 +56,11 @@ class DecoderEmbedder(nn.Module):
         """Return the applier that fills the decoder from a region."""
         own = self.decoder.config
         return Applier(
-            self.decoder, dtype=own.dtype, rename=self._target, quantization=own.quantization, divide=self.decoder.divide
+            self.decoder,
+            dtype=own.dtype,
+            rename=self._target,
+            quantization=own.quantization,
+            divide=self.decoder.divide,
         )
 
 

@@ -42,7 +42,7 @@ class SentenceEncoderSettings:
         Raises ModelError for a setting that is not supported, and CorruptError for a file that is not JSON.
         """
         kinds = _kinds(file)
-        if not kinds:
+        if kinds is None:
             return cls()
         unknown = [kind for kind in kinds if kind not in _KINDS]
         if unknown:
@@ -58,19 +58,20 @@ class SentenceEncoderSettings:
 
 
 def embedding_decoder(raw: Mapping[str, Any], file: ReadFile) -> dict[str, Any] | None:
-    """Return the config.json of the decoder of ours whose hidden states a sentence encoder pools, such as Qwen3-Embedding.
+    """Return the config.json of the decoder whose hidden states a sentence encoder pools, such as Qwen3-Embedding.
 
-    ``raw`` is the checkpoint's. Returns None for any other checkpoint. Raises CorruptError.
+    ``raw`` is the checkpoint's. Returns None for another checkpoint, also for a decoder that transformers runs.
+    Raises CorruptError.
     """
     decoder = None if is_encoder(raw) else as_decoder(raw)
-    return decoder if decoder is not None and "Pooling" in _kinds(file) else None
+    return decoder if decoder is not None and "Pooling" in (_kinds(file) or ()) else None
 
 
-def _kinds(file: ReadFile) -> dict[str, dict[str, Any]]:
-    """Return the modules of modules.json by their kinds."""
+def _kinds(file: ReadFile) -> dict[str, dict[str, Any]] | None:
+    """Return the modules of modules.json by their kinds; None if there is no such file."""
     modules = read_json(file, SENTENCE_MODULES)
     if modules is None:
-        return {}
+        return None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CorruptError(f"{SENTENCE_MODULES}: expected a list of modules, found {str(modules)[:80]}")
     return {str(module.get("type")).rpartition(".")[2]: module for module in modules}
@@ -83,5 +84,7 @@ def _pooling(name: str, config: Any) -> str:
     found = [mode] if isinstance(mode, str) else [key for key, on in config.items() if on is True and "_mode_" in key]
     known = [_POOLINGS.get(one, one) for one in found]
     if len(known) != 1 or known[0] not in _POOLINGS.values():
-        raise ModelError(f"{name}: expected one pooling, mean, cls or lasttoken; found {', '.join(map(str, known)) or 'none'}")
+        raise ModelError(
+            f"{name}: expected one pooling, mean, cls or lasttoken; found {', '.join(map(str, known)) or 'none'}"
+        )
     return str(known[0])

@@ -275,7 +275,13 @@ def _mib(size_bytes: int) -> str:
 
 
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
-    """Estimate how many bytes a forward of ``max_batched_tokens`` tokens takes at once, from the weights' shapes.
+    """Estimate how many bytes a forward of ``max_batched_tokens`` tokens takes at once, from the weights' shapes."""
+    token = token_bytes(index, hidden=hidden, vocabulary=vocabulary, item_bytes=item_bytes)
+    return settings.max_batched_tokens * token + logits_bytes(settings, vocabulary)
+
+
+def token_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int) -> int:
+    """Estimate how many bytes each token of a forward takes at once, from the weights' shapes.
 
     A layer's result is as wide as its weight has rows. The estimate is generous: an engine that runs layer by layer
     frees most of it earlier.
@@ -283,8 +289,7 @@ def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_b
     widths: Sequence[int] = [
         entry.shape[0] for entry in index.tensors.values() if len(entry.shape) == 2 and entry.shape[0] != vocabulary
     ]
-    token = (_ALIVE * max(widths, default=4 * hidden) + _HIDDEN_ALIVE * hidden) * item_bytes
-    return settings.max_batched_tokens * token + logits_bytes(settings, vocabulary)
+    return (_ALIVE * max(widths, default=4 * hidden) + _HIDDEN_ALIVE * hidden) * item_bytes
 
 
 def logits_bytes(settings: Settings, vocabulary: int) -> int:
@@ -313,4 +318,5 @@ __all__ = [
     "plan_kv_cache",
     "plan_to_record",
     "recorded_plan",
+    "token_bytes",
 ]

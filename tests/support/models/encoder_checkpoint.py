@@ -24,16 +24,21 @@ def write_encoder(
     model.save_pretrained(folder)
     write_tokenizer(folder)
     if pooling is not None:
-        modules = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
-        paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-        listed = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in modules]
-        (folder / "modules.json").write_text(json.dumps(listed))
-        (folder / "1_Pooling").mkdir()
-        modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens")}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | {"word_embedding_dimension": 32}))
+        write_pooling(folder, pooling, unit=unit)
     if limit is not None:
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
     return folder
+
+
+def write_pooling(folder: Path, pooling: str, *, unit: bool) -> None:
+    """Write sentence-transformers' files for a model that pools in this way, and may make vectors of length 1."""
+    modules = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    listed = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens", "lasttoken")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | {"word_embedding_dimension": 32}))
 
 
 def write_tokenizer(folder: Path) -> None:

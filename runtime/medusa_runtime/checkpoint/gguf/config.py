@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from .metadata import Metadata
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # the layers of the largest models
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _SIZE, _EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
 
 
@@ -74,6 +76,25 @@ def config(
     if metadata.has("expert_count"):
         raw |= _experts(metadata, found, layers, tensors)
     return raw
+
+
+def pooling_files(metadata: Metadata) -> dict[str, bytes]:
+    """Return sentence-transformers' files for a model that makes embeddings (``pooling_type``); none for others.
+
+    Raises ModelError for a way of pooling that is not supported.
+    """
+    if not metadata.has("pooling_type"):
+        return {}
+    kind = metadata.count("pooling_type")
+    if kind not in _POOLINGS:
+        known = ", ".join(f"{number} ({name})" for number, name in _POOLINGS.items())
+        raise ModelError(
+            f"{metadata.name}: {metadata.architecture}.pooling_type is {kind}, which is not supported; expected "
+            f"{known}, or 0 for a model that writes text"
+        )
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}, {"type": "Normalize"}]
+    pooling = json.dumps({"pooling_mode": _POOLINGS[kind]}).encode()
+    return {"modules.json": json.dumps(modules).encode(), "1_Pooling/config.json": pooling}
 
 
 def _dtype(tensors: Mapping[str, HeaderEntry]) -> str:

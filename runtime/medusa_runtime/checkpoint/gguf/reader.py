@@ -12,7 +12,7 @@ from ...errors import ConfigError, CorruptError, short_repr
 from ..header import HeaderEntry
 from ..index import Shard, TensorEntry, WeightIndex
 from .architectures import ROPE_FACTORS, architecture
-from .config import config
+from .config import config, pooling_files
 from .header import GgufHeader, Read
 from .metadata import Metadata
 from .tokenizer import tokenizer_files
@@ -49,6 +49,7 @@ class GgufReader:
             stored |= tensors
             headers.append(found.entries(tensors))
         self._config = config(metadata, found, stored, factors)
+        self._pooling = pooling_files(metadata)
         self.index = WeightIndex.from_headers([shard for shard, _, _ in parts], headers)
 
     def files(self, beside: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -57,7 +58,7 @@ class GgufReader:
         Raises ConfigError for a tokenizer of a kind that is not known.
         """
         own = tokenizer_files(self._name, self._header.metadata) if "tokenizer.json" not in beside else {}
-        return {"config.json": json.dumps(self._config).encode()} | own | dict(beside)
+        return {"config.json": json.dumps(self._config).encode()} | self._pooling | own | dict(beside)
 
     def _other_parts(self) -> list[str]:
         """Return the names of the other parts of a split file."""

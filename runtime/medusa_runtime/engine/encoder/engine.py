@@ -50,7 +50,7 @@ class EncoderEngine:
         kind = "classifier" if self._encoder.is_classifier else "encoder"
         self.info = EngineInfo("torch", kind, config.vocab_size, self._encoder.max_tokens, (), 0)
         self._timeline = timeline
-        self._most_tokens = max(settings.max_batched_tokens, self._encoder.max_tokens)
+        self._most_tokens = settings.max_batched_tokens  # of a batch. A text that is longer is alone in one
         self._changed = threading.Condition()
         self._waiting: list[_Text] = []
         self._running = self._embedded = self._tokens = self._steps = 0

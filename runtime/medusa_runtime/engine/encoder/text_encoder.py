@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.index import WeightIndex
-from ...errors import ConfigError, ContextLengthError, RequestError
+from ...config import Settings
+from ...errors import ConfigError, ContextLengthError, RequestError, TooLargeError
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
@@ -23,11 +25,17 @@ from ...models.registry import model_config
 from ...models.sentences import SentenceEncoderSettings, embedding_decoder
 from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region
+from ...state.kv_plan import token_bytes
 from ...timeline import Timeline
 from ..base import EmbedOptions
-from ..checkpoint_files import read_config_json, weights_dtype, with_dtype
+from ..checkpoint_files import added_end, read_config_json, weights_dtype, with_dtype
 from ..serving.cut import Cut
 from ..serving.tokenizer import Tokenizer
+from ..torch.kv_size import free_bytes
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 256  # for which there must be room in memory
 
 
 class Tokens(list[int]):
@@ -86,9 +94,12 @@ class Encoder:
             self._model, applier = build_encoder(region.file, index, options.dtype)
         self.config = self._model.config
         self.is_classifier = isinstance(self._model, TransformersEncoder) and self._model.is_classifier
-        self.max_tokens = self._resolve_max_tokens(options.max_tokens)
         self._loader = Loader(region, applier, timeline=timeline)
-        self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        self.max_tokens = self._resolve_max_tokens(options.max_tokens)
+        if isinstance(self._model, DecoderEmbedder) and options.max_tokens is None:
+            self.max_tokens = min(self.max_tokens, self._room(region, self._model, applier))
+        ends_with = added_end(region.file) if isinstance(self._model, DecoderEmbedder) else None
+        self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline, ends_with)
 
     @property
     def index(self) -> WeightIndex:
@@ -110,6 +121,23 @@ class Encoder:
                 "the model has positions for"
             )
         return wanted
+
+    def _room(self, region: Region, embedder: DecoderEmbedder, applier: Applier) -> int:
+        """Return how many tokens a text can have by the memory that is free beside the weights.
+
+        Decoders take texts that are a hundred times as long as those of encoders. Raises TooLargeError for no room.
+        """
+        dtype = embedder.decoder.config.dtype
+        free = free_bytes(region, self.index, Settings(), dtype, applier)
+        token = token_bytes(self.index, hidden=self.size, vocabulary=self.config.vocab_size, item_bytes=dtype.itemsize)
+        if (room := free // token) < min(_LEAST_TOKENS, self.max_tokens):
+            raise TooLargeError(
+                f"a text takes {token / 1e3:.0f} kB of memory for each token, and {max(free, 0) / 1e6:.0f} MB are free "
+                f"beside the weights; expected room for {_LEAST_TOKENS} tokens: give the container more memory"
+            )
+        if room < self.max_tokens:
+            logger.info("texts of up to %d tokens fit into memory, of %d that the model reads", room, self.max_tokens)
+        return room
 
     def tokenize(self, item: str | Sequence[int] | Sequence[str], options: EmbedOptions | None = None) -> Tokens:
         """Return the token ids of a text or of a pair of texts. Token ids are kept as they are, or cut.

@@ -36,11 +36,13 @@ _kept: list[tuple[bytes, Any]] = []  # the tokenizers of a snapshot, each with i
 class Tokenizer:
     """A checkpoint's tokenizer.json, which a thread loads. The first use waits for it.
 
-    Without the file (``present`` is False), only token ids can be served.
+    Without the file (``present`` is False), only token ids can be served. ``ends_with`` is a token that each text ends
+    with, also where the file does not say so.
     """
 
-    def __init__(self, data: bytes | None, timeline: Timeline) -> None:
+    def __init__(self, data: bytes | None, timeline: Timeline, ends_with: str | None = None) -> None:
         self.present = data is not None
+        self._ends_with = ends_with
         self._data = data
         self._timeline = timeline
         self._tokenizer: Any = None
@@ -218,7 +220,10 @@ class Tokenizer:
             with self._timeline.stage("tokenizer", bytes=len(self._data)) as detail:
                 kept = next((parsed for text, parsed in _kept if text == self._data), None)
                 detail["kept"] = kept is not None
-                self._tokenizer = parse(self._data) if kept is None else kept
+                tokenizer = parse(self._data) if kept is None else kept
+            if self._ends_with is not None:
+                _end_texts(tokenizer, self._ends_with)
+            self._tokenizer = tokenizer  # last, because others use it without waiting once it is there
         except MedusaError as error:
             self._error = error
         self._data = None
@@ -254,6 +259,27 @@ def parse(data: bytes) -> Any:
             f"tokenizer.json: expected the JSON of a fast tokenizer, {wrong}{'' if pointer else '; fetch it again'}"
         ) from None
     return parsed
+
+
+def _end_texts(tokenizer: Any, token: str) -> None:
+    """Let a tokenizer put a token behind each text, unless it does so already, or has no such token.
+
+    Raises CorruptError for a token that cannot be put there.
+    """
+    from tokenizers.processors import Sequence, TemplateProcessing
+
+    try:
+        with _failures_as_errors(only_panics=True):
+            number = tokenizer.token_to_id(token)
+            if number is None or tokenizer.encode("").ids[-1:] == [number]:
+                return
+            template = TemplateProcessing(["$A", token], ["$A", token, "$B:1", f"{token}:1"], [(token, number)])
+            before = tokenizer.post_processor
+            tokenizer.post_processor = template if before is None else Sequence([before, template])
+    except Exception as error:  # noqa: BLE001 - the package raises bare Exception
+        raise CorruptError(
+            f"tokenizer_config.json: eos_token {token[:80]!r} cannot end texts: {error!s:.200}"
+        ) from None
 
 
 @contextmanager

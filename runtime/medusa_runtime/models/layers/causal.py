@@ -52,5 +52,5 @@ class CausalTexts:
         self.lengths = torch.cat([one.lengths for one in self._each])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        parts = zip(self._each, *(x.split(self._lengths) for x in (q, k, v)), strict=True)
+        parts = zip(self._each, *(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
         return torch.cat([one.attend(layer, *part, **options) for one, *part in parts])
