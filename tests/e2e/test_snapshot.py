@@ -34,11 +34,11 @@ _SECRET = "a-secret-of-the-environment"
 
 
 @pytest.fixture(scope="module")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def snapshots(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
     folder = tmp_path_factory.mktemp("snapshots")
     made = subprocess.run(
-        [MEDUSA, "snapshot", "--out", folder], env=plain_environ() | {"A_TOKEN": _SECRET}, capture_output=True,
-        text=True, check=True, timeout=240,
+        [MEDUSA, "snapshot", "--out", folder, "--model", example], env=plain_environ() | {"A_TOKEN": _SECRET},
+        capture_output=True, text=True, check=True, timeout=240,
     )  # fmt: skip
     assert made.stdout.startswith(place(str(folder), "torch") + ": ")
     return folder
@@ -179,6 +179,8 @@ def test_an_agent_continues_from_it_and_gives_its_engines_to_functions(
     serving = resumed("--model", example, "--node-socket", node.socket)
     assert serving.complete()["choices"] == plain.complete()["choices"]
     assert node.status()["engines"]["torch"]["taken"] == 1
+    stages = serving.request("GET", "/timeline")[1]["stages"]
+    assert [each["detail"]["kept"] for each in stages if each["name"] == "tokenizer"] == [True]
     assert Path(f"/proc/{warm}").exists()
     assert medusa("node", "ping", "--socket", node.socket).returncode == 0
     assert serving.stop() == plain.stop() == 0

@@ -133,8 +133,7 @@ def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
     if not all(map(isfinite, scores)):
         raise vocabulary.metadata.error(_SCORES, "finite numbers", "others")
     normal = vocabulary.numbers(0, NORMAL)
-    pieces = set(map(tokens.__getitem__, normal))
-    lengths = list(map(len, pieces))
+    lengths = list(map(len, map(tokens.__getitem__, normal)))
     if max(lengths, default=0) > _LONGEST or sum(map(mul, lengths, lengths)) > _MOST_WORK:
         raise ModelError(
             f"{vocabulary.metadata.name}: expected tokens of at most {_LONGEST} characters, whose squared lengths are "
@@ -145,6 +144,7 @@ def scored_merges(vocabulary: Vocabulary) -> tuple[Merges, set[str]]:
     found = None if packed is None else split_tokens(packed, normal)
     if found is not None and (text := found.pairs_as_json()) is not None:
         return text, set()
+    pieces = set(map(tokens.__getitem__, normal))
     pairs = [
         (left, right)
         for token in map(tokens.__getitem__, normal)
