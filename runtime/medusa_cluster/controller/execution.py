@@ -166,8 +166,8 @@ class Execution:
             return
         if instance.state == "starting":
             instance.state, instance.since_s = "ready", time.monotonic()
-        if instance.id not in state.stand_ins():
-            self._failures.pop(instance.model, None)
+        if instance.model in self._failures and instance.id not in state.stand_ins():
+            del self._failures[instance.model]
         state.publish()
 
     def note_failed(self, instance_id: str, reason: str) -> bool:

@@ -112,7 +112,8 @@ class State:
         leaving, stand_ins = self.leaving(), self.stand_ins()
         self._describe()
         models: dict[str, Any] = {
-            name: {"deployment": found, "instances": []} for name, found in self._described[1].items()
+            name: {"deployment": found, "revision": self._digests[name], "instances": []}
+            for name, found in self._described[1].items()
         }
         for item in self.instances.values():
             node = self.nodes.get(item.node)

@@ -44,6 +44,7 @@ class Call:
     headers: Mapping[str, str]
     prompt_tokens: int = 0  # the tokens of prompts given as token ids
     prompt_bytes: int = 0  # the UTF-8 bytes of prompts given as text
+    adapter: bool = False  # it asks for an adapter of the model
 
 
 def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Call:

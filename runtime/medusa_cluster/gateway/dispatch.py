@@ -35,6 +35,7 @@ class _Waiter:
     future: asyncio.Future[Lease]
     cost: float
     avoid: frozenset[str]
+    current: bool  # for instances of the current revision alone
     since: float = field(default_factory=time.monotonic)
 
 
@@ -126,17 +127,25 @@ class Dispatch:
                 del self._early[waiting]
 
     async def lease(
-        self, name: str, cost: float, *, avoid: frozenset[str], deadline: float, first: bool = False
+        self,
+        name: str,
+        cost: float,
+        *,
+        avoid: frozenset[str],
+        deadline: float,
+        first: bool = False,
+        current: bool = False,
     ) -> Lease:
         """Wait for a place at an instance, preferably one whose id is not in ``avoid``. Give it back with ``release``.
 
         ``cost`` is in sequences, and ``deadline`` by the monotonic clock. With ``first``, the request waits in front of
-        all others. Raises Fault 404, 429 or 503.
+        all others. With ``current``, it waits for an instance of the deployment's current revision, and others that do
+        not go before it meanwhile. Raises Fault 404, 429 or 503.
         """
         if name not in self._models:
             raise unknown_model(name)
         model = self._models[name]
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), cost, avoid)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), cost, avoid, current)
         if first:
             model.waiting.appendleft(waiter)
         else:
@@ -242,11 +251,14 @@ class Dispatch:
         model = self._models.get(name)
         if model is None:
             return
+        passed: list[_Waiter] = []
         while model.waiting:
             waiter = model.waiting[0]
             instance = None if waiter.future.done() else self._choose(model.deployed, waiter)
             if instance is None and not waiter.future.done():
-                return
+                if not (waiter.current and model.deployed.is_replacing):
+                    break
+                passed.append(waiter)
             model.waiting.popleft()
             if instance is not None:
                 standing = self._standings.setdefault(instance.id, _Standing())
@@ -254,6 +266,7 @@ class Dispatch:
                 standing.work += waiter.cost
                 standing.requests += 1
                 waiter.future.set_result(Lease(name, instance, waiter.cost))
+        model.waiting.extendleft(reversed(passed))
 
     def _choose(self, deployed: DeployedModel, waiter: _Waiter) -> Instance | None:
         """Return the instance with the least work that has room, or None. Instances to avoid come last."""
@@ -262,7 +275,7 @@ class Dispatch:
         best: tuple[bool, float, str] | None = None
         chosen = None
         for instance in deployed.instances:
-            if instance.state != READY:
+            if instance.state != READY or (waiter.current and instance.revision != deployed.revision):
                 continue
             standing = self._standings.get(instance.id)
             work = 0.0

@@ -152,7 +152,9 @@ class Relay:
     async def _lease(self, call: Call, avoid: frozenset[str], progress: _Progress, again: bool) -> Lease:
         deadline = progress.deadline if progress.runs == 0 else max(progress.deadline, time.monotonic() + self._hold_s)
         try:
-            return await self._dispatch.lease(call.model, call.cost, avoid=avoid, deadline=deadline, first=again)
+            return await self._dispatch.lease(
+                call.model, call.cost, avoid=avoid, deadline=deadline, first=again, current=call.adapter
+            )
         except Fault as fault:
             if not progress.lost:
                 raise

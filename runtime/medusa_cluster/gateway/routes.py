@@ -29,12 +29,21 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class DeployedModel:
-    """A deployed model: its name, its deployment as JSON, its instances, and the URLs of its adapters by name."""
+    """A deployed model: its name, its deployment as JSON, its instances, and the URLs of its adapters by name.
+
+    Instances of another ``revision`` are those of the deployment before, which do not have adapters that are new.
+    """
 
     name: str
     deployment: Mapping[str, Any] = field(default_factory=dict)
     instances: tuple[Instance, ...] = ()
     adapters: Mapping[str, str] = field(default_factory=dict)
+    revision: str = ""
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether instances of another revision serve still."""
+        return any(one.state == READY and one.revision != self.revision for one in self.instances)
 
     @property
     def concurrency(self) -> int:
@@ -102,7 +111,7 @@ def _deployed(name: str, entry: Mapping[str, Any]) -> DeployedModel:
     deployment = dict(entry.get("deployment") or {})
     settings = deployment.get("settings")
     adapters = adapters_of(str(deployment.get("engine", "torch")), settings if isinstance(settings, Mapping) else {})
-    return DeployedModel(name, deployment, instances, adapters)
+    return DeployedModel(name, deployment, instances, adapters, str(entry.get("revision", "")))
 
 
 def node_server(instance_url: str) -> str | None:

@@ -102,7 +102,7 @@ class GatewayServer:
                     headers = {**call.headers, "X-Request-Id": request[REQUEST_ID]}
                     if trace.is_new:
                         headers.pop("Tracestate", None)  # it goes with the parent (Trace Context, section 3.2)
-                    call = replace(call, model=model, headers=headers)
+                    call = replace(call, model=model, headers=headers, adapter=call.model != model)
                     response, status = await self._relay(request, call, began, trace)
                     return response
             except (Fault, BrokenOffError) as error:

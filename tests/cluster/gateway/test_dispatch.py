@@ -57,6 +57,25 @@ def test_the_instance_with_the_least_work_is_chosen() -> None:
     run(work)
 
 
+def test_requests_for_an_adapter_wait_for_the_current_revision_and_others_do_not() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        instances = [Instance(name, "n", f"http://n/instances/{name}", "ready", name) for name in ("old", "new")]
+        for served in (instances[:1], instances):
+            dispatch.update(Routes("1", {"m": DeployedModel("m", {}, tuple(served), revision="new")}))
+            if len(served) == 1:
+                deadline = asyncio.get_running_loop().time() + 30
+                adapter = asyncio.create_task(
+                    dispatch.lease("m", 1.0, avoid=frozenset(), deadline=deadline, current=True)
+                )
+                await asyncio.sleep(0)
+                assert (await lease(dispatch)).instance.id == "old"
+                assert not adapter.done()
+                assert dispatch.waiting("m") == 1
+        assert (await adapter).instance.id == "new"
+
+    run(work)
+
+
 def test_a_lost_instance_that_left_the_routes_gets_requests_when_it_comes_back() -> None:
     async def work(dispatch: Dispatch) -> None:
         async with aiohttp.ClientSession() as session:
