@@ -154,7 +154,8 @@ class Cluster:
             self._save_at = 0.0
         if is_first and not self.state.is_outdated(instance):
             self.execution.forgive(instance.model)
-            self._replaces = True
+            others = (item for item in self.state.instances.values() if item.model == instance.model)
+            self._replaces |= any(item.digest != instance.digest for item in others)
 
     def _end_if_replaced(self, instance: KnownInstance) -> None:
         """End an instance whose node comes back with it when the deployment that has replaced its own has answered."""
