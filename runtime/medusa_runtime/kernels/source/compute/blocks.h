@@ -66,10 +66,13 @@ INLINE void group_integers(const uint8_t *block, int8_t *restrict scale, int8_t 
         memcpy(low, pair + 1, 8);
         return;
     case Q2_K:
-        for (int i = 0; i < 16; i++)
-            scale[i] = block[i] & 15;
-        for (int i = 0; i < 16; i++)
-            low[i] = (int8_t)(block[i] >> 4);
+        for (int i = 0; i < 16; i += 8) {
+            memcpy(pair, block + i, 8);
+            pair[1] = pair[0] >> 4 & EVERY(15);
+            pair[0] &= EVERY(15);
+            memcpy(scale + i, pair, 8);
+            memcpy(low + i, pair + 1, 8);
+        }
         return;
     case Q3_K: /* four bits of each scale, then the two above them */
         memcpy(pair, block + 96, 8);
@@ -82,8 +85,15 @@ INLINE void group_integers(const uint8_t *block, int8_t *restrict scale, int8_t 
             scale[i] -= 32;
         return;
     case IQ4_XS:
-        for (int i = 0; i < 8; i++)
-            scale[i] = (int8_t)((block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2] | block[3] << 8) >> 2 * i & 3) * 16 - 32);
+        memcpy(words, block + 4, 4);
+        pair[0] = (words[0] | (uint64_t)words[0] << 16) & 0x0000ffff0000ffff;
+        pair[0] = (pair[0] | pair[0] << 8) & 0x00ff00ff00ff00ff;
+        pair[0] = (pair[0] | pair[0] << 4) & EVERY(15);
+        pair[1] = block[2] | (uint64_t)block[3] << 32;
+        pair[1] = (pair[1] | pair[1] << 12) & 0x000f000f000f000f;
+        pair[1] = (pair[1] | pair[1] << 6) & EVERY(3);
+        pair[0] = ((pair[0] | pair[1] << 4 | EVERY(128)) - EVERY(32)) ^ EVERY(128); /* each byte less 32 */
+        memcpy(scale, pair, 8);
         return;
     default: memcpy(scale, block + 192, 16); /* Q6_K */
     }
@@ -145,10 +155,10 @@ INLINE octets halves_at(const uint8_t *p)
     return twice >> (octets){0, 0, 4, 4} & EVERY(15);
 }
 
-/* The fifth bit of each value: 16 in each byte whose bit is set. */
+/* The fifth bit of each value: 16 in each byte whose bit is set. 16 bytes are read. */
 INLINE octets fifth_bits(const uint8_t *p)
 {
-    const octets spread = {EVERY((uint64_t)p[0]), EVERY((uint64_t)p[1]), EVERY((uint64_t)p[2]), EVERY((uint64_t)p[3])};
+    const octets spread = PICK_BYTES((const int8_t *)p, ((octets){EVERY(0), EVERY(1), EVERY(2), EVERY(3)}));
     const integers is_set = (integers)(spread & 0x8040201008040201u) != 0;
     return (octets)is_set & EVERY(16);
 }

@@ -28,7 +28,7 @@ enum { RUN = 256, PARTS = RUN / PART, MOST_ROWS = 8 };
 
 /* A tile of x consists of runs of RUN values of all its rows. A run has the rows' bytes, [PARTS][rows][PART]; what is multiplied
  * with the numbers of the weights' groups; and the factors. Where blocks have many values, these are sums of 16 bytes each, int16
- * [rows][16], and one factor [rows] of a run; else the products of sums and factors, [rows][PARTS], and factors [PARTS][rows]. */
+ * [rows][16], and one factor [rows] of a run; else the products of sums and factors, and the factors, both [rows][PARTS]. */
 #define RUN_BYTES (RUN + 32 + 32) /* of a row */
 #define SUMS_OF(x, rows) ((x) + (rows) * RUN)
 #define FACTORS_OF(x, rows) ((float *)((x) + (rows) * (RUN + 32)))
@@ -89,7 +89,7 @@ INLINE void round_run(const float *values, char *x, long r, long rows, const int
             int sum = 0;
             for (int k = 0; k < PART; k++)
                 sum += rounded[part * PART + k];
-            factors[part * rows + r] = factor;
+            factors[r * PARTS + part] = factor;
             sums[part] = factor * (float)sum;
         }
         memcpy(SUMS_OF(x, rows) + r * 32, sums, sizeof sums);
@@ -177,17 +177,18 @@ INLINE void tile_of_many(const uint8_t *block, long ahead, const char *x, long d
         const shorts added = has_minimum(packing) ? group_shorts(small[1], packing) : scales * (int16_t)-code_offset(packing);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const vf own = SPLAT(factors[r]);
+            vi products = SPLAT_INT(0);
             if (has_minimum(packing) || code_offset(packing)) {
                 shorts of_x;
                 memcpy(&of_x, SUMS_OF(x, rows) + r * 32, sizeof of_x);
-                const vi products = SUM_PRODUCTS(of_x, added);
-                if (has_minimum(packing))
-                    total[r] = FMA(TO_FLOAT(products), MUL(low, own), total[r]);
-                else
-                    sum[r] = ADD_INT(sum[r], products);
+                products = SUM_PRODUCTS(of_x, added);
             }
-            total[r] = FMA(TO_FLOAT(sum[r]), MUL(factor, own), total[r]);
+            if (code_offset(packing))
+                sum[r] = ADD_INT(sum[r], products);
+            vf value = MUL(TO_FLOAT(sum[r]), factor);
+            if (has_minimum(packing))
+                value = FMA(TO_FLOAT(products), low, value);
+            total[r] = FMA(value, SPLAT(factors[r]), total[r]);
         }
     }
 #pragma GCC unroll 8
@@ -205,25 +206,34 @@ INLINE void tile_of_few(const uint8_t *block, long ahead, const char *x, long de
         total[r] = ZERO();
     for (long k = 0; k < depth; k += RUN, x += rows * RUN_BYTES) {
         const float *factors = FACTORS_OF(x, rows), *of_x = (const float *)SUMS_OF(x, rows);
-        float added[PARTS] = {0};
+        float factor[PARTS] = {0}, low[PARTS] = {0}, product[MOST_ROWS][PARTS];
         const long parts = at_most((depth - k) / PART, PARTS);
         fetch_ahead(block, ahead, parts * block_bytes(packing));
+        for (long part = 0; part < parts; part++) {
+            factor[part] = block_factor(block + part * block_bytes(packing), packing);
+            if (has_minimum(packing))
+                low[part] = low_factor(block + part * block_bytes(packing), packing);
+        }
+        for (int i = 0; rows > 1 && i < PARTS; i += LANES)
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                STORE(product[r] + i, MUL(LOAD(factor + i), LOAD(factors + r * PARTS + i)));
         for (long part = 0; part < parts; part++, block += block_bytes(packing)) {
             const octets codes = part_codes(block, 0, packing);
-            const float factor = block_factor(block, packing);
-            added[part] = has_minimum(packing) ? low_factor(block, packing) : factor * (float)-code_offset(packing);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 const vi sum = dot(codes, (const int8_t *)x + (part * rows + r) * PART, HAS_SIGNED(packing));
-                total[r] = FMA(TO_FLOAT(sum), MUL(SPLAT(factor), SPLAT(factors[part * rows + r])), total[r]);
+                /* A vector that was written as single numbers would be waited for. */
+                const float own = rows > 1 ? product[r][part] : factor[part] * factors[part];
+                total[r] = FMA(TO_FLOAT(sum), SPLAT(own), total[r]);
             }
         }
         if (has_minimum(packing) || code_offset(packing))
             for (int i = 0; i < PARTS; i += LANES) {
-                const vf each = LOAD(added + i);
+                const vf added = has_minimum(packing) ? LOAD(low + i) : MUL(LOAD(factor + i), SPLAT((float)-code_offset(packing)));
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
-                    total[r] = FMA(each, LOAD(of_x + r * PARTS + i), total[r]);
+                    total[r] = FMA(added, LOAD(of_x + r * PARTS + i), total[r]);
             }
     }
 #pragma GCC unroll 8
