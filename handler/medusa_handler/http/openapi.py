@@ -333,6 +333,8 @@ def _model_paths(service: Service) -> dict[str, Any]:
         "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
         "/detokenize": {"post": _call("Token ids to text", _object("tokens", tokens), "application/json")},
     }
+    if not service.can_relay and service.function is None:
+        described["/version"] = {"get": _operation("The server's version", {"200": _answer("application/json")})}
     if not service.can_relay:
         load = {"lora_name": _TEXT, "lora_path": _TEXT, "load_inplace": _FLAG}
         for path, summary, fields in (

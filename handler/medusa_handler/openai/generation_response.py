@@ -191,9 +191,13 @@ def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -
 
 
 def _name_field(plan: Plan, error: BaseException) -> None:
-    """Have an engine's error name the body's field."""
-    if isinstance(error, RequestError) and error.param is not None:
-        error.param = plan.names.get(error.param, error.param)
+    """Have an engine's error name the body's field, also where its message begins with it."""
+    if not isinstance(error, RequestError) or error.param is None:
+        return
+    name, text = plan.names.get(error.param, error.param), str(error)
+    if text.startswith(f"{error.param}: "):
+        error.args = (name + text.removeprefix(error.param),)
+    error.param = name
 
 
 def _whole(answer: Answer, generation: Generation) -> Response:

@@ -76,6 +76,8 @@ def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
         add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
     if service.can_relay:
         _add_others(routes, service, runner)
+    elif service.function is None:  # else the function has every path that is not below /v1
+        routes.add_url_rule("/version", "/version", _version)
     return routes
 
 
@@ -113,6 +115,12 @@ def _add_others(routes: Blueprint, service: Service, runner: RequestRunner) -> N
     for prefix in ("/",) if service.function is None else ("/v1/", "/v2/"):
         path = f"{prefix}<path:_path>"
         routes.add_url_rule(path, path, others, methods=_METHODS, provide_automatic_options=False)
+
+
+def _version() -> Response:
+    from medusa_runtime import __version__
+
+    return jsonify({"version": __version__})
 
 
 def _model(service: Service) -> dict[str, Any]:

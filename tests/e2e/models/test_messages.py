@@ -123,6 +123,14 @@ def test_the_form_of_an_answer(client: Any) -> None:
         assert (kind, json.loads(text)["name"] in ("Ada", "Bob")) == ("text", True)
 
 
+def test_a_form_that_cannot_be_used_is_named(client: Any) -> None:
+    import anthropic
+
+    bad = {"format": {"type": "json_schema", "schema": {"type": "no such type"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: this json_schema"):
+        client.messages.create(**asked(output_config=bad))
+
+
 def test_the_command_of_the_page(serving: Any) -> None:
     page = (Path(__file__).parents[3] / "docs" / "messages.md").read_text()
     sent = next(line for line in page.splitlines() if line.startswith("curl ")).partition("-d '")[2].rstrip("'")
