@@ -424,3 +424,32 @@ def test_the_operator_may_choose_the_format_or_none(serve: Callable[..., Any]) -
     called = served.request("POST", "/v1/chat/completions", body | {"tools": [TIME]})[1]["choices"][0]
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     assert called["message"]["content"] == "Hm."
+
+
+def test_anthropics_messages_have_a_block_for_each_message(served: Any) -> None:
+    say = f"{THINK}{NEXT}{PREAMBLE}{NEXT}{CALL}<|call|>"
+    messages: list[Any] = [{"role": "user", "content": f"say:{say}"}]
+    tool = {"name": "time", "input_schema": {"type": "object"}}
+    asked = {"messages": messages, "max_tokens": 99, "tools": [tool], "output_config": {"effort": "max"}}
+    served.prompts()
+    status, answer, _ = served.request("POST", "/v1/messages", asked)
+    assert (status, answer["stop_reason"]) == (200, "tool_use")
+    content = answer["content"]
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use"]
+    assert (content[0]["thinking"], content[1]["text"], content[2]["input"]) == ("Hm.", "I look.", {"a": 1})
+    raw = served.request("POST", "/v1/messages", asked | {"stream": True})[1].decode()
+    events = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n") if line.startswith("data: ")]
+    begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert begun == ["thinking", "text", "tool_use"]
+    assert served.prompts()[0].startswith("'high<user>")
+    result = {"type": "tool_result", "tool_use_id": content[2]["id"], "content": "9"}
+    again = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    again.append({"role": "user", "content": [result]})
+    off = asked | {"messages": again, "thinking": {"type": "disabled"}}
+    assert served.request("POST", "/v1/messages", off)[0] == 200
+    assert served.prompts() == [
+        repr(
+            f"low<user>a<assistant>{ASSISTANT}<|channel|>analysis<|message|>Hm.\nI look.<|end|>{ASSISTANT} "
+            f'to=functions.time<|channel|>commentary json<|message|>{{"a": 1}}<|call|><tool>9<assistant>{ASSISTANT}'
+        )
+    ]
