@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import medusa_runtime
 import pytest
 from medusa_handler.server.tokens import Tokens
 from medusa_runtime.errors import ConfigError
@@ -227,3 +228,9 @@ def test_a_page_cannot_send_what_its_browser_does_not_ask_for(serve: Serve) -> N
                 assert served.request("POST", path, body, asked)[0] == status, (path, kind, site)
         asked = {"Content-Type": "application/json", "Origin": "https://evil.example"}
         assert served.request("POST", path, body, asked)[0] == 200
+
+
+def test_the_version_of_a_served_model(serve: Callable[..., Any]) -> None:
+    served = serve()
+    assert served.request("GET", "/version")[:2] == (200, {"version": medusa_runtime.__version__})
+    assert served.request("POST", "/version", {})[0] == 405

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import medusa_runtime
 import openai
 import pytest
 from flask import Blueprint, Flask
@@ -27,11 +26,6 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve("words").id == "words"
     with pytest.raises(openai.NotFoundError, match='"words"'):
         client.models.retrieve("other/model")
-
-
-def test_the_version(served: Any) -> None:
-    assert served.request("GET", "/version")[:2] == (200, {"version": medusa_runtime.__version__})
-    assert served.request("POST", "/version", {})[0] == 405
 
 
 def test_a_completion(client: openai.OpenAI) -> None:
