@@ -182,7 +182,7 @@ def test_a_controller_that_starts_again_ends_instances_of_what_was_deployed_befo
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
         old.extend(await until_async(lambda: ready(cluster)))
         net.cut.add(cluster.state.instances[old[0]].node)
-        await until_async(lambda: not cluster.state.instances)
+        await until_async(lambda: old[0] not in cluster.state.instances)
         await ask(cluster, "deploy", name="m", url=MODEL + "/other", min=1)
         await until_async(lambda: cluster.state.has_answered("m"))
         await asyncio.sleep(0.5)  # the plan is written

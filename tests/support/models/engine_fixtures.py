@@ -119,6 +119,13 @@ class Answer:
 _engines = itertools.count()
 
 
+def join_tokenizers() -> None:
+    """Wait for threads that read a tokenizer, which write to their engine's timeline at the end."""
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer":
+            thread.join()
+
+
 class Served:
     """A running engine."""
 
@@ -170,6 +177,7 @@ def serve_region() -> Iterator[Callable[..., Served]]:
         def start(region: Any, gpu: Any = None, **settings: Any) -> Served:
             timeline = Timeline.create("engine")
             stack.callback(timeline.close)
+            stack.callback(join_tokenizers)  # an engine that could not be made has left one
             served = Served(TorchEngine(region, replace(SETTINGS, **settings), timeline, gpu), timeline)
             stack.callback(served.close)
             return served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import llguidance
 import pytest
 from medusa_runtime.engine.base import StructuredOutputs
-from medusa_runtime.engine.structured import worker
+from medusa_runtime.engine.structured import trial, worker
 from medusa_runtime.engine.structured.trial import Trial, try_grammar
 from medusa_runtime.engine.structured.worker import Grammars
 
@@ -85,12 +86,13 @@ def test_a_refusal_ends_after_a_while(trials: list[Trial], monkeypatch: pytest.M
 
 
 def test_a_trial_that_got_no_cpu_time_is_repeated(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_runtime.engine.structured.trial._LEAST_CPUS", 1e9)
     grammars = Grammars(llguidance.LLTokenizer("byte"))
     good = StructuredOutputs("regex", "a+")
-    assert grammars.open(1, good, 0.1) == {"type": "slow"}, "others go first, and then it is tried again"
-    assert "s on this busy machine; try again" in grammars.open(1, good)["error"]
-    monkeypatch.setattr("medusa_runtime.engine.structured.trial._LEAST_CPUS", 1 / 20)
+    with monkeypatch.context() as busy:
+        busy.setattr(trial, "_LEAST_CPUS", 1e9)
+        busy.setattr(trial, "die_with_parent", lambda _: os.kill(os.getpid(), signal.SIGSTOP))  # first in its process
+        assert grammars.open(1, good, 0.1) == {"type": "slow"}, "others go first, and then it is tried again"
+        assert "s on this busy machine; try again" in grammars.open(1, good)["error"]
     assert not grammars.open(1, good)["error"]
 
 
