@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What a request asks of its answer's format. ``effort`` is in the body's field of that name."""
+    """The format that a request wants its answer in. ``effort`` is in the body's field of that name."""
 
     body: Body
     tools: Tools

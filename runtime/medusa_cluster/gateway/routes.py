@@ -42,7 +42,7 @@ class DeployedModel:
 
     @property
     def is_replacing(self) -> bool:
-        """Whether instances of another revision serve still."""
+        """True while instances of another revision serve."""
         return any(one.state == READY and one.revision != self.revision for one in self.instances)
 
     @property

@@ -37,9 +37,7 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
 
     With ``is_decoder``, tokens of these models see earlier ones only, which transformers' code computes.
     """
-    named = raw.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    other = any(name in ARCHITECTURES or name.endswith((CLASSIFIER, *_OTHER_TASKS)) for name in names)
+    other = any(name in ARCHITECTURES or name.endswith((CLASSIFIER, *_OTHER_TASKS)) for name in _named(raw))
     return raw.get("model_type") in ENCODERS and not other and not raw.get("is_decoder")
 
 
@@ -48,10 +46,13 @@ def as_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Some embedding models were saved without their head, and so are called MistralModel instead of MistralForCausalLM.
     """
+    whole = dict(raw) | {"architectures": [_BARE.sub("ForCausalLM", name) for name in _named(raw)]}
+    return whole if whole["architectures"] and has_family(whole) else None
+
+
+def _named(raw: Mapping[str, Any]) -> list[str]:
     named = raw.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    whole = dict(raw) | {"architectures": [_BARE.sub("ForCausalLM", name) for name in names]}
-    return whole if names and has_family(whole) else None
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:

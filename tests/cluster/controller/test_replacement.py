@@ -34,7 +34,7 @@ def ready(cluster: Cluster) -> list[str]:
 
 
 def serves(cluster: Cluster, *revisions: str) -> bool:
-    """Whether these are ready to answer."""
+    """True if these are ready to answer."""
     return ready(cluster) == list(revisions) and all(one.answers for one in cluster.state.instances.values())
 
 

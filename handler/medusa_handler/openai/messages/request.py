@@ -65,7 +65,7 @@ class MessagesRequest:
 
     @property
     def continues(self) -> bool:
-        """Whether the answer continues the last message, as that of an assistant with text asks for."""
+        """True if the answer continues the last message: one of the assistant that has text."""
         return self.messages[-1]["role"] == "assistant" and bool(self.messages[-1]["content"].strip())
 
     def effort_for(self, template: ChatTemplate) -> str | None:

@@ -27,7 +27,7 @@ class BlockCodes(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether the values are stored as [in, out], which ggml never does; ``Codes`` has the same property."""
+        """Always False: ggml stores no values as [in, out]. ``Codes`` has the same property."""
         return False
 
     @property
