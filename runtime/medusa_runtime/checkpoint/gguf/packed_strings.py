@@ -135,8 +135,15 @@ def _sized(data: bytes) -> tuple[bytes, int]:
 
 
 def _written(function: Any, capacity: int, *arguments: Any) -> bytes | None:
-    """Return what a function writes, which also takes memory and its size and returns how much of it has been used."""
-    with mmap.mmap(-1, max(capacity, 1)) as memory:  # its pages take no memory before they are written
+    """Return what a function writes, which also takes memory and its size and returns how much of it has been used.
+
+    Returns None if the function cannot do it, or this process may not have so much memory.
+    """
+    try:  # its pages take no memory before they are written
+        memory = mmap.mmap(-1, max(capacity, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+    with memory:
         place = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
         size = function(*arguments, place, capacity)
         del place

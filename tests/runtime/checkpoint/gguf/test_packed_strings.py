@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import count, islice
 from random import Random
 
@@ -78,3 +80,21 @@ def test_pairs_have_one_space_each() -> None:
     assert pack([]).pairs_as_json() == b"[]"
     for odd in (["ab"], ["a b c"], ["a  b"], ["a b", ""], ["", "a b"], ["a b c", "d"], ["a", "b c d"]):
         assert pack(odd).pairs_as_json() is None, odd
+
+
+_LIMITED = """
+import resource
+from medusa_runtime.checkpoint.gguf.packed_strings import PackedStrings, split_tokens
+from medusa_runtime.process_limits import used_bytes
+
+strings = PackedStrings(b"\\1" * 10_000_000 + b"\\0")
+limit = used_bytes(resource.RLIMIT_DATA) + (16 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+print(strings.numbered_as_json(b"\\0"), split_tokens(strings, [0]))
+"""
+
+
+def test_what_is_written_counts_as_this_process_s_memory() -> None:
+    """Which a node's agent limits, because anybody may have written the file."""
+    found = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, check=False)
+    assert found.stdout == "None None\n", found.stderr
