@@ -18,6 +18,7 @@ typedef __m512i vi;
 #define SPLAT(f) _mm512_set1_ps(f)
 #define ZERO() _mm512_setzero_ps()
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define HIGH_HALVES(v) AND(v, SPLAT_INT((int)0xffff0000u))
 #define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define SUM(v) _mm512_reduce_add_ps(v)
 #define MUL(a, b) _mm512_mul_ps(a, b)
@@ -96,6 +97,8 @@ typedef __m256i vi;
 #define SPLAT(f) _mm256_set1_ps(f)
 #define ZERO() _mm256_setzero_ps()
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+/* The upper halves of 32 bits, without a mask. */
+#define HIGH_HALVES(v) _mm256_slli_epi32(_mm256_srli_epi32(v, 16), 16)
 #define WIDEN_HALF(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 static inline float sum_avx2(__m256 v)
 {

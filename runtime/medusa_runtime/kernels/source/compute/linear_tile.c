@@ -47,7 +47,9 @@ INLINE void step(vf acc[FEW_ROWS][TILE_COLS], const char *x, const char *w, long
     __asm__ volatile("" ::: "memory"); /* load the weights again rather than keep both halves and spill accumulators */
 #pragma GCC unroll 8
     for (int c = 0; c < cols; c++)
-        wide[c] = second(w + c * stride, dtype);
+        wide[c] = dtype == DTYPE_BF16 && rows * cols == MAX_ROWS * TILE_COLS /* no register is left for a mask */
+                      ? AS_FLOAT(HIGH_HALVES(LOAD_INT(w + c * stride)))
+                      : second(w + c * stride, dtype);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
         const vf value = LOAD(wide_x + r * STEP + LANES);

@@ -10,6 +10,7 @@ typedef uint32x4_t vi;
 #define SHIFT_LEFT_16(v) vshlq_n_u32(v, 16)
 #define AND(a, b) vandq_u32(a, b)
 #define SPLAT_INT(i) vdupq_n_u32((uint32_t)(i))
+#define HIGH_HALVES(v) AND(v, SPLAT_INT(0xffff0000u))
 #define AS_FLOAT(v) vreinterpretq_f32_u32(v)
 #define LOAD_INT(p) vreinterpretq_u32_u16(vld1q_u16((const uint16_t *)(p)))
 #define LOAD(p) vld1q_f32(p)
