@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parsed(argv)
     others = command_line.names("--vs", arguments.vs, _OTHERS)
     command_line.names("--origin", arguments.origin, _ORIGINS)
+    if arguments.turns is not None and (arguments.turns < 2 or arguments.steady):
+        raise ConfigError(f"--turns={arguments.turns}: expected 2 or more, and no --steady")
     question = coldstart.question_of(arguments)
     if not question.folder:
         raise ConfigError(f"--model={question.model!r}: expected a folder, which all contestants read; see --origin")
@@ -70,6 +72,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-yardsticks", action="store_true", help="leave out torch-import and floor")
     parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead of starts")
     parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
+    parser.add_argument("--turns", type=int, metavar="N", help="first tokens of a chat's N turns instead of starts")
     add_common_options(parser)
     return parser.parse_args(argv)
 
@@ -81,16 +84,20 @@ def measure(
     ours: Medusa,
     question: Question,
 ) -> Samples:
-    if not arguments.steady:
+    if not arguments.steady and arguments.turns is None:
         servers = [contestant for contestant in contestants if isinstance(contestant, LlamaCpp)]
         return coldstart.measure(result, arguments, contestants, ours, question, check_same_tokens, servers)
     from benchmarks.coldstart.steady import measure_steady
+    from benchmarks.coldstart.turns import measure_turns
 
     with ExitStack() as stack:
         for contestant in contestants:
             stack.callback(contestant.close)
         timed = [contestant for contestant in contestants if not isinstance(contestant, Script)]
-        measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
+        if arguments.turns is None:
+            measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
+        else:
+            measure_turns(result, timed, question, turns=arguments.turns, runs=arguments.runs)
     return {}
 
 

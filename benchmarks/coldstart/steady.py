@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from medusa_adapters.bench.coldstart.contestants import Contestant, Medusa, Question
@@ -50,25 +51,33 @@ def measure_steady(
 def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int, float]:
     if isinstance(contestant, Transformers):
         return _transformers(question, tokens)
-    if isinstance(contestant, Medusa):
-        with contestant.start(contestant.prepared(question)) as instance:
-            instance.wait_ready(every_s=0.05)
-            return _served(instance, question, tokens, {})
-    if isinstance(contestant, VllmBaseline):
-        with contestant.start(question) as instance:  # it listens when it is ready
-            return _served(instance, question, tokens, {"model": contestant.model})
-    if isinstance(contestant, LlamaCpp):
-        with contestant.start(question) as instance:
-            return _served(instance, question, tokens, {})
-    raise ConfigError(f"--steady: {contestant.name} generates no text")
-
-
-def _served(instance: ServedInstance, question: Question, tokens: int, named: dict[str, str]) -> dict[int, float]:
-    """Measure an instance over HTTP. All servers are measured with the same client."""
-    body = question.body | {"stream_options": {"include_usage": True}} | named
-    instance.completion(body | {"max_tokens": 4})
-    with instance.explained_failures():
+    with warm_server(contestant, question, "--steady") as (instance, body), instance.explained_failures():
         return {batch: _together(instance, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
+
+
+@contextmanager
+def warm_server(
+    contestant: Contestant, question: Question, flag: str
+) -> Iterator[tuple[ServedInstance, dict[str, Any]]]:
+    """Start a contestant's server, and have it answer the question once. All are measured with the same client.
+
+    Yields the server and the body of a completion request. Raises ConfigError, which names ``flag``, for a contestant
+    without a server.
+    """
+    body = question.body | {"stream_options": {"include_usage": True}}
+    if isinstance(contestant, Medusa):
+        started = contestant.start(contestant.prepared(question))
+    elif isinstance(contestant, VllmBaseline):
+        started, body = contestant.start(question), body | {"model": contestant.model}
+    elif isinstance(contestant, LlamaCpp):
+        started = contestant.start(question)
+    else:
+        raise ConfigError(f"{flag}: {contestant.name} has no server that generates text")
+    with started as instance:
+        if isinstance(contestant, Medusa):
+            instance.wait_ready(every_s=0.05)  # vLLM's listens when it is ready
+        instance.completion(body | {"max_tokens": 4})
+        yield instance, body
 
 
 def _together(instance: ServedInstance, body: dict[str, Any], batch: int) -> float:

@@ -64,6 +64,7 @@ class Settings:
     max_waiting: int = 256
     max_batched_tokens: int = 2048
     kv_cache_mb: int | None = None
+    prefix_cache_mb: int | None = None
     compile: str = "auto"
     kernels: str = "auto"
     tensor_parallel: int = 1
@@ -362,6 +363,12 @@ OPTIONS = (
     Option("max_waiting", _count, "requests that may wait; more get 429"),
     Option("max_batched_tokens", positive, "tokens of one forward pass (prefill chunk)"),
     Option("kv_cache_mb", positive, "size of the KV cache; default: from free memory"),
+    Option(
+        "prefix_cache_mb",
+        _count,
+        "how much of the KV cache keeps prompts of ended requests; 0: every prompt is computed; default: 1024, or all "
+        "on a GPU",
+    ),
     Option("compile", OneOf(*COMPILE), "vllm: compile the model; auto does if a bundle saves the time"),
     Option(
         "kernels",

@@ -16,10 +16,13 @@ CLIENT = 1  # the client of our requests, in vLLM's core; its own front end is c
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
     """Return an EngineCoreRequest. It has no stop strings: we make the text, and vLLM sees only tokens."""
     prompt = sequence.tokens[: sequence.prompt_length]
-    return request_of(sequence.id, prompt, _sampling(sequence.params, sequence, vocab_size))
+    sampling = _sampling(sequence.params, sequence, vocab_size)
+    return request_of(sequence.id, prompt, sampling, cache_salt=sequence.request.cache_salt)
 
 
-def request_of(request_id: str, prompt_token_ids: list[int], sampling_params: Any) -> Any:
+def request_of(
+    request_id: str, prompt_token_ids: list[int], sampling_params: Any, *, cache_salt: str | None = None
+) -> Any:
     """Return an EngineCoreRequest with vLLM's own SamplingParams."""
     from vllm.v1.engine import EngineCoreRequest
 
@@ -31,7 +34,7 @@ def request_of(request_id: str, prompt_token_ids: list[int], sampling_params: An
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=None,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
         client_index=CLIENT,
     )

@@ -317,6 +317,9 @@ class VllmEngine:
         for output in outputs.outputs:
             sequence = self._requests.get(output.request_id)
             if sequence is not None and not sequence.cancelled:
+                if sequence.cached_tokens is None:
+                    prefill = getattr(output, "prefill_stats", None)
+                    sequence.cached_tokens = getattr(prefill, "num_cached_tokens", 0)
                 progress.append(Progress(sequence, output, self._deliver(sequence, output)))
         if self._statistics is not None and self._core.log_stats:
             self._statistics.record(outputs, progress)

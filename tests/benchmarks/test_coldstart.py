@@ -58,6 +58,16 @@ def test_steady_state(tmp_path: Path) -> None:
     assert rows == {(n, f"tokens_per_s_b{b}") for n in ("torch", "transformers") for b in (1, 8)}
 
 
+@pytest.mark.slow
+def test_turns_of_a_chat(tmp_path: Path) -> None:
+    common = ("--model", EXAMPLE, "--runs", "1", "--rows", "torch", "--prompt", "nothing happened")
+    turns = bench(*common, "--turns", "2", "--json", tmp_path / "turns.json")
+    assert turns.returncode == 0, turns.stderr
+    rows = {(row["name"], row["metric"]) for row in json.loads((tmp_path / "turns.json").read_text())["rows"]}
+    assert rows == {("torch", "first_turn_ttft_s"), ("torch", "next_turn_ttft_s")}
+    assert "expected 2 or more" in bench(*common, "--turns", "1").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -41,7 +41,8 @@ def test_echo_with_logprobs_scores_the_prompt(serving: Any) -> None:
     (choice,) = answer["choices"]
     found = choice["logprobs"]
     assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
-    assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    used = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert "".join(found["tokens"]) == TEXT
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     for offset, token, logprob, top in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+CALLER = "medusa.caller"  # a digest of the token that came with the request
 ARRIVAL = "medusa.arrival"  # a number that grows from request to request
 GRANT = "medusa.grant"  # the request's Grant of memory for its body
 ON_REQUEST_READ = "medusa.on_request_read"  # a function to call when the whole request has been read

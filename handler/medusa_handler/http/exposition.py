@@ -26,6 +26,7 @@ _ENGINE_TEXTS = {
     "prefill_tokens_per_s": "The most tokens of prompts that a step has computed in a second.",
     "generated_tokens_total": "Tokens generated since the engine started.",
     "embeddings_total": "Texts turned into vectors since the engine started.",
+    "cached_tokens_total": "Tokens of prompts that were found in the KV cache.",
     "preemptions_total": "Requests put back to wait because the KV cache was full.",
     "adapters": "LoRA adapters that the engine has.",
     "steps_total": "Forward passes since the engine started.",

@@ -39,6 +39,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     counted: int = 0
     token_ids: list[int] | None = None
@@ -50,6 +51,7 @@ class Choice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
         self.prompt_tokens = max(self.prompt_tokens, delta.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.counted += len(delta.token_ids)
         if self.token_ids is not None:
             self.token_ids.extend(delta.token_ids)
@@ -181,9 +183,17 @@ class Envelope:
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     """Count an answer's tokens. A prompt counts once, however many sequences (``per_prompt``) continue it."""
-    prompt = sum(max(c.prompt_tokens for c in choices[i : i + per_prompt]) for i in range(0, len(choices), per_prompt))
+    of_prompts = [choices[first : first + per_prompt] for first in range(0, len(choices), per_prompt)]
+    prompt = sum(max(choice.prompt_tokens for choice in group) for group in of_prompts)
+    # A prompt that several sequences continue is computed once.
+    cached = sum(min(choice.cached_tokens for choice in group) for group in of_prompts)
     completion = sum(choice.completion_tokens for choice in choices)
-    used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    used = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
     if all(choice.parser is None for choice in choices):
         return used
     return used | {"completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in choices)}}

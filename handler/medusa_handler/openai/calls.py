@@ -22,6 +22,7 @@ from .answer_format import Asked, answer_format, check_none_hidden, check_shown,
 from .body import fields, parameters
 from .body.output_constraint import output_constraint
 from .body.parameters import Body
+from .cache_salt import cache_salt
 from .generation_response import GenerationPlan, respond
 from .requested_model import adapter_of, check_model
 from .token_ids import NO_TOKEN_IDS, Prompt, TokenIds, prepared
@@ -77,7 +78,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     echoes = [_text(service, prompt) for prompt in echoed for _ in range(keep)] if echo else []
     name = _answer_id("cmpl", body)
     requests = _requests(prompts, params, per_prompt, special, stream)
-    requests = _with_adapter(service, model, requests)
+    requests = _for_caller(service, body, model, requests)
     ids = TokenIds.parse(body).of_prompts(prompts, keep)
     envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked, ids))
     names = field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
@@ -130,7 +131,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
         service, body, [prompt], add_special_tokens=special, is_disconnected=is_disconnected, field="messages"
     )
     requests = _requests(prompts, params, count, special, stream)
-    requests = _with_adapter(service, model, requests)
+    requests = _for_caller(service, body, model, requests)
     # As in vLLM: a model that is not prompted to answer continues the last message.
     role = "assistant" if arguments["add_generation_prompt"] else str(messages[-1]["role"])
     text = prompt if parameters.flag(body, "return_prompt_text") else None
@@ -167,7 +168,7 @@ def create_response(service: Service, body: Body, is_disconnected: Callable[[], 
     parser, reasoning, constraint = answer_format(service, template, prompt, answered, is_disconnected)
     params = with_form(params, constraint, reasoning, parsed=parser is not None)
     name = f"resp_{os.urandom(16).hex()}"
-    requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
+    requests = _for_caller(service, body, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
     output = response_output(
         None if parser is None else parser(),
         parallel=tools.parallel,
@@ -225,7 +226,7 @@ def create_message(service: Service, body: Body, is_disconnected: Callable[[], b
     parser, reasoning, constraint = answer_format(service, template, prompt, answered, is_disconnected, continued)
     params = with_form(params, constraint, reasoning, parsed=parser is not None)
     name = f"msg_{os.urandom(16).hex()}"
-    [request] = _with_adapter(service, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
+    [request] = _for_caller(service, body, model, [GenerateRequest(f"{name}-0", prompt, params, special)])
     blocks = Blocks()
     output = Output(None if parser is None else parser(), blocks, parallel=tools.parallel)
     names = {"prompt": "messages", "stop": "stop_sequences"} | field_names(constraint)
@@ -344,9 +345,10 @@ def _run_pooling(
     return answer(service, body, _require_base_model(service, check_model(service, body)), is_disconnected)
 
 
-def _with_adapter(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    adapter = adapter_of(service, model)
-    return requests if adapter is None else [replace(request, adapter=adapter) for request in requests]
+def _for_caller(service: Service, body: Body, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+    """Add the adapter that the body names, and who shares what is computed of the prompts."""
+    adapter, salt = adapter_of(service, model), cache_salt(body)
+    return [replace(each, adapter=adapter, cache_salt=salt) for each in requests] if adapter or salt else requests
 
 
 def _require_base_model(service: Service, model: str) -> str:

@@ -39,17 +39,24 @@ class Tokens:
         """Whether requests need a token."""
         return self._path is not None or bool(self._own)
 
-    def accept(self, header: str) -> bool:
-        """Return whether an Authorization header bears one of the tokens."""
-        scheme, _, value = header.partition(" ")
-        return self.accept_key(value) and scheme.lower() == "bearer"
+    def caller(self, authorization: str, key: str = "") -> str | None:
+        """Return a digest of the token in one of two headers, Authorization and X-Api-Key; None if none is valid.
 
-    def accept_key(self, value: str) -> bool:
-        """Return whether a value is one of the tokens. Anthropic's clients send it alone, in X-Api-Key."""
+        Anthropic's clients send X-Api-Key.
+        """
+        scheme, _, bearer = authorization.partition(" ")
+        for value in (bearer if scheme.lower() == "bearer" else "", key):
+            sent = value.strip().encode("latin-1", "replace")
+            if self._is_valid(sent):
+                import hashlib
+
+                return hashlib.sha256(sent).hexdigest()
+        return None
+
+    def _is_valid(self, sent: bytes) -> bool:
         import hmac  # with OpenSSL: 3 ms, and most servers want no token
 
         # The time does not depend on how much of a token is right. compare_digest refuses text that is not ASCII.
-        sent = value.strip().encode("latin-1", "replace")
         same = [hmac.compare_digest(sent, token) for token in (*self._own, *self._current())]
         return any(same)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..faults import ApiError, not_ready
-from ..http.environ import ARRIVAL, ON_REQUEST_READ
+from ..http.environ import ARRIVAL, CALLER, ON_REQUEST_READ
 from ..probes import ProbeResponse
 from .tokens import Tokens
 
@@ -90,10 +90,9 @@ class WsgiGateway:
         return self.app()(environ, start_response)
 
     def _has_token(self, environ: WSGIEnvironment) -> bool:
-        tokens = self._tokens
-        return tokens.accept(environ.get("HTTP_AUTHORIZATION", "")) or tokens.accept_key(
-            environ.get("HTTP_X_API_KEY", "")
-        )
+        caller = self._tokens.caller(environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_X_API_KEY", ""))
+        environ[CALLER] = caller
+        return caller is not None
 
     def app(self) -> WSGIApplication:
         """Return the Flask app; the first thread that needs it builds it."""

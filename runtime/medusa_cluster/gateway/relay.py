@@ -267,9 +267,9 @@ class Relay:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 usage, metrics = find_usage(text), self._metrics.of(call.model)
                 read, written = ("prompt_tokens", "completion_tokens")
-                if read not in usage:  # the Responses API has other names
+                if read not in usage:  # the Responses and Messages APIs have other names
                     read, written = ("input_tokens", "output_tokens")
-                prompt_tokens = _token_count(usage[read])
+                prompt_tokens = _token_count(usage[read]) + _token_count(usage.get("cache_read_input_tokens", 0))
                 metrics.generated(_token_count(usage[written]))
                 metrics.prefilled.note(prompt_tokens)
                 if not call.prompt_tokens:

@@ -175,6 +175,7 @@ class Leader(WorkerEngine):
         """Dissolve the group: the first ``keep`` workers become instances, this one among them, and the others end."""
         connections, self._connections = self._connections, None
         assert connections is not None
+        self._scheduler.forget_prefixes()  # what was kept of ended requests has not been gathered
         self._throttle.release()
         self._check_all_loaded()  # the other workers may not have had theirs, and will report nothing more
         if self._consolidation is not None:

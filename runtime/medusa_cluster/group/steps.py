@@ -66,6 +66,8 @@ class StepWriter:
                 description["bad_words"] = sequence.bad_words
         elif known.blocks is not sequence.blocks:
             known.blocks, known.count = sequence.blocks, 0
+        if start and not known.count:  # the tokens whose keys and values an earlier sequence has left
+            description["before"] = sequence.tokens[:start]
         description |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
         known.count = len(sequence.blocks)
         if sequence.prompt_scores is not None and stop < len(sequence.tokens):
@@ -117,6 +119,8 @@ class StepReader:
         if sequence is None:
             sequence = self._sequences[description["number"]] = self._begin(description)
         start, stop = int(description["start"]), int(description["stop"])
+        if "before" in description:
+            sequence.tokens = [*map(int, description["before"])]
         del sequence.tokens[start:]
         if len(sequence.tokens) != start:
             raise ValueError(f"{len(sequence.tokens)} tokens are known, and {start} are expected")

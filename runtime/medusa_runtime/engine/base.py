@@ -64,7 +64,8 @@ class SamplingParams:
 class GenerateRequest:
     """A prompt to continue, as text or token ids. ``id`` is unique among the running requests.
 
-    ``adapter`` names the LoRA adapter to use; None uses the base model.
+    ``adapter`` names the LoRA adapter to use; None uses the base model. Only requests with the same ``cache_salt``
+    share what they compute of prompts that begin alike.
     """
 
     id: str
@@ -72,6 +73,7 @@ class GenerateRequest:
     params: SamplingParams
     add_special_tokens: bool = True
     adapter: str | None = None
+    cache_salt: str | None = None
 
 
 class TokenLogprob(NamedTuple):
@@ -129,6 +131,7 @@ class Delta(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: tuple[str, str] | None = None  # (code, message) of a MedusaError, with finish_reason "error"
+    cached_tokens: int = 0  # of the prompt: not computed, but found in the KV cache
     prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
 
 

@@ -2,8 +2,9 @@
 
 They do not use pickle, because the other side may belong to another user (pre-warmed engines). The types of frames:
 
-    client → engine   generate {id, prompt, params, add_special_tokens, adapter}, cancel {id} (a generate or a call),
-                      call {id, method, arguments}, adapter {name} +[region, and the files of local shards]
+    client → engine   generate {id, prompt, params, add_special_tokens, adapter, cache_salt},
+                      cancel {id} (a generate or a call), call {id, method, arguments},
+                      adapter {name} +[region, and the files of local shards]
     engine → client   hello {info}, ready, delta {…}, result {id, value},
                       error {id, code, message, param, retry_after_s}
 
@@ -152,7 +153,7 @@ def request_to_frame(request: GenerateRequest) -> Frame:
         "params": params,
         "add_special_tokens": request.add_special_tokens,
     }
-    return frame if request.adapter is None else {**frame, "adapter": request.adapter}
+    return frame | {name: value for name in ("adapter", "cache_salt") if (value := getattr(request, name)) is not None}
 
 
 def request_from_frame(frame: Frame) -> GenerateRequest:
@@ -169,15 +170,16 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
             params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
         if params.get("structured_outputs") is not None:
             params["structured_outputs"] = StructuredOutputs(*params["structured_outputs"])
-        prompt, adapter = frame["prompt"], frame.get("adapter")
-        if not isinstance(adapter, str | None):
-            raise TypeError("adapter: expected a name")
+        prompt, adapter, cache_salt = frame["prompt"], frame.get("adapter"), frame.get("cache_salt")
+        if not isinstance(adapter, str | None) or not isinstance(cache_salt, str | None):
+            raise TypeError("adapter and cache_salt: expected texts")
         return GenerateRequest(
             id=frame["id"],
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
             params=SamplingParams(**params),
             add_special_tokens=frame["add_special_tokens"],
             adapter=adapter,
+            cache_salt=cache_salt,
         )
     except UNREADABLE as error:
         raise RequestError(f"a generate frame could not be read: {error}") from None
@@ -241,7 +243,9 @@ def answer_from_frame(frame: Frame) -> Any:
 
 
 def _delta(frame: Frame) -> Delta:
-    text, token_ids, logprobs, finish_reason, stop_reason, prompt_tokens, completion_tokens, error = frame["values"]
+    text, token_ids, logprobs, finish_reason, stop_reason, prompt_tokens, completion_tokens, error, cached_tokens = (
+        frame["values"]
+    )
     parsed = tuple(
         TokenLogprob(token, token_text, logprob, tuple((i, t, p) for i, t, p in top))
         for token, token_text, logprob, top in logprobs
@@ -256,5 +260,6 @@ def _delta(frame: Frame) -> Delta:
         prompt_tokens,
         completion_tokens,
         (error[0], error[1]) if error else None,
+        cached_tokens,
         _unpacked(frame["prompt_logprobs"]) if "prompt_logprobs" in frame else None,
     )

@@ -33,16 +33,6 @@ class Progress(NamedTuple):
     finish_reason: str | None
 
 
-class _Request:
-    """A request: vLLM's state of it, and how many tokens of its prompt came from the prefix cache."""
-
-    __slots__ = ("cached_tokens", "state")
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.cached_tokens = 0
-
-
 class Statistics:
     """The metrics of one engine. The engine's thread records; any thread may ask for the page.
 
@@ -54,14 +44,14 @@ class Statistics:
         self._name = name
         self._lock = threading.Lock()
         self._logger: Any = None
-        self._requests: WeakKeyDictionary[Sequence, _Request] = WeakKeyDictionary()
+        self._requests: WeakKeyDictionary[Sequence, Any] = WeakKeyDictionary()  # vLLM's state of each
         self._failed = False
 
     def open(self, sequence: Sequence) -> None:
         """Count a request from now on."""
         from vllm.v1.metrics.stats import RequestStateStats
 
-        self._requests[sequence] = _Request(RequestStateStats(arrival_time=time.time()))
+        self._requests[sequence] = RequestStateStats(arrival_time=time.time())
 
     def record(self, outputs: Any, progress: list[Progress]) -> None:
         """Record a step's outputs (EngineCoreOutputs). If this version of vLLM does so differently, warn once."""
@@ -109,12 +99,9 @@ class Statistics:
             return None
         found, adapters = IterationStats(), LoRARequestStates()
         for sequence, output, finish_reason in progress:
-            request = self._requests.get(sequence)
-            if request is None:
+            state = self._requests.get(sequence)
+            if state is None:
                 continue
-            state, prefill = request.state, getattr(output, "prefill_stats", None)
-            if prefill is not None:
-                request.cached_tokens = prefill.num_cached_tokens
             _call(
                 found.update_from_output,
                 output=output,
@@ -133,7 +120,7 @@ class Statistics:
                     num_prompt_tokens=sequence.prompt_length,
                     max_tokens_param=sequence.limit - sequence.prompt_length,
                     req_stats=state,
-                    num_cached_tokens=request.cached_tokens,
+                    num_cached_tokens=sequence.cached_tokens or 0,
                 )
                 found.max_num_generation_tokens_iter.append(state.num_generation_tokens)
                 found.n_params_iter.append(1)

@@ -128,3 +128,32 @@ def test_text_follows_its_grammar(gpu: Any, group: Callable[..., Group], serve: 
             assert seen(ask(made.leader, **given)) == seen(ask(alone, **given))
     assert made.formed
     until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+
+
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_the_beginning_of_a_prompt_is_found_in_all_workers(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
+    """In company of sequences that run, for some that need all tokens: penalties count those of the prompt."""
+    made, alone = group("0:1", "1:2", "2:4", gpu=gpu).start(), serve(prefix_cache_mb=0)
+    params = {"max_tokens": 12, "temperature": 1.0, "seed": 9, "repetition_penalty": 1.2}
+    prompts = [PROMPTS[4] + end for end in ("", "to memory", "and back", "to memory")]
+    expected = [alone.ask(prompt, **params).tokens for prompt in prompts]
+    answers = [made.leader.ask(prompts[0], **params).wait()]
+    answers += [made.leader.ask(prompt, **params) for prompt in prompts[1:]]
+    assert [answer.tokens for answer in answers] == expected
+    assert [answer.last.cached_tokens > 32 for answer in answers] == [False, True, True, True]
+    assert made.formed
+
+
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_what_a_lost_worker_had_is_computed_again(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
+    made, alone = group("0:2", "2:4", gpu=gpu).start(), serve()
+    expected = [answer.tokens for answer in ask(alone)]
+    assert [answer.tokens for answer in ask(made.leader)] == expected
+    running = made.leader.ask(PROMPTS[2], max_tokens=300)
+    running.next()
+    made.workers[1].stop.set()
+    until(lambda: not made.formed)
+    answers = ask(made.leader)
+    assert [answer.tokens for answer in answers] == expected
+    assert answers[4].last.cached_tokens == 0
+    assert running.tokens == alone.ask(PROMPTS[2], max_tokens=300).tokens

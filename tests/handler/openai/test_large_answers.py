@@ -99,7 +99,7 @@ def scored(tokens: int) -> Delta:
     places = tokens * 21
     ids, logprobs, ranks = array("i", [1]) * places, array("f", [-1.0]) * places, array("i", [1]) * tokens
     scores = PromptLogprobs((1, "a"), 21, ids, logprobs, ranks, {1: "a"}, {})
-    return Delta("r", "", (), (), "length", None, tokens + 1, 0, None, scores)
+    return Delta("r", "", (), (), "length", None, tokens + 1, prompt_logprobs=scores)
 
 
 @pytest.mark.parametrize(

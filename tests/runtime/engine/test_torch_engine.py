@@ -186,7 +186,7 @@ def test_soak_with_random_cancels_leaves_no_block_behind(serve: Any) -> None:
 
 def test_only_steps_of_many_tokens_after_the_first_one_say_what_can_be_computed(serve: Any) -> None:
     """The first one may wait for layers, and one of a few tokens takes about as long as one of many."""
-    served = serve(max_batched_tokens=48)
+    served = serve(max_batched_tokens=48, prefix_cache_mb=0)
     for prompt, counts in ((range(3, 43), False), (range(3, 23), False), (range(3, 43), True)):
         served.ask(list(prompt), max_tokens=1).wait()
         assert (served.engine.stats()["prefill_tokens_per_s"] > 0) == counts

@@ -24,6 +24,8 @@ METRICS = {
     "pss_mb": Metric("MB", "Memory", "proportional set size of all processes after the first answer"),
     "rss_mb": Metric("MB", "Resident sets", "summed over all processes; shared pages count once for each"),
     "gap_ms": Metric("ms", "Unaccounted time", "the longest time before the first token that lies in no stage"),
+    "first_turn_ttft_s": Metric("s", "First turn of a chat", "seconds to its first token; less is better"),
+    "next_turn_ttft_s": Metric("s", "Further turns", "seconds to the first token; less is better"),
     "tokens_per_s_b1": Metric("tokens/s", "Throughput at batch 1", "tokens per second; more is better"),
     "tokens_per_s_b8": Metric("tokens/s", "Throughput at batch 8", "tokens per second; more is better"),
     "first_mb": Metric("MB", "Memory of one instance", "proportional set size"),

@@ -23,7 +23,7 @@ _SAMPLING = _names(
     "model stream stream_options n temperature top_p top_k min_p max_tokens min_tokens seed stop stop_token_ids "
     "include_stop_str_in_output ignore_eos skip_special_tokens add_special_tokens repetition_penalty presence_penalty "
     "frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs response_format "
-    "structured_outputs"
+    "structured_outputs cache_salt"
 )
 _TOKENS = _names("return_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side")
 # The engine's own server answers them, where there is one.
@@ -61,7 +61,7 @@ MESSAGES = (
 )
 REASONING = frozenset(("effort",))
 TEXT = frozenset(("format",))
-_POOLING = _names("model truncate_prompt_tokens truncation_side use_activation")
+_POOLING = _names("model truncate_prompt_tokens truncation_side use_activation cache_salt")
 CLASSIFY = _POOLING | {"input", "add_special_tokens"}
 EMBEDDINGS = CLASSIFY | _names("encoding_format embed_dtype endianness dimensions")
 POOLING = EMBEDDINGS | {"task"}
@@ -72,7 +72,7 @@ TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens", "tool_choice"}
 DETOKENIZE = frozenset(("model", "tokens"))
 
 WITHOUT_EFFECT = _names(
-    "user metadata store service_tier safety_identifier prediction priority request_id session_id cache_salt "
+    "user metadata store service_tier safety_identifier prediction priority request_id session_id "
     "prompt_cache_key prompt_cache_options prompt_cache_retention stream_interval"
 )
 

@@ -61,8 +61,8 @@ class _MessageAnswer:
         return self._message(self._output.items, *self._stopped(), self._usage())
 
     def opening(self, first: Delta | None) -> Iterator[bytes]:
-        used = {"input_tokens": 0 if first is None else first.prompt_tokens, "output_tokens": 0}
-        yield sse.named_event({"type": "message_start", "message": self._message([], None, None, _with_cache(used))})
+        used = _used(0, 0, 0) if first is None else _used(first.prompt_tokens, first.cached_tokens, 0)
+        yield sse.named_event({"type": "message_start", "message": self._message([], None, None, used)})
         yield self.ping
 
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
@@ -111,12 +111,17 @@ class _MessageAnswer:
 
     def _usage(self) -> dict[str, Any]:
         choice = self._choice
-        used: dict[str, Any] = {"input_tokens": choice.prompt_tokens, "output_tokens": choice.completion_tokens}
+        used = _used(choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens)
         if choice.parser is not None:
             used |= {"output_tokens_details": {"thinking_tokens": choice.reasoning_tokens}}
-        return _with_cache(used)
+        return used
 
 
-def _with_cache(used: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a usage that says that no part of the prompt was computed before."""
-    return {**used, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+def _used(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    """Return a usage. In this API, the input tokens are those that were not in the cache."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
+    }

@@ -124,7 +124,7 @@ class _ResponseAnswer:
         used, written = self._choice.prompt_tokens, self._choice.completion_tokens
         return {
             "input_tokens": used,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._choice.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
             "total_tokens": used + written,

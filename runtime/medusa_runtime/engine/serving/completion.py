@@ -49,6 +49,7 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
         stop_reason,
         sequence.prompt_length,
         sequence.generated,
+        cached_tokens=sequence.cached_tokens or 0,
     )
 
 
@@ -70,6 +71,7 @@ def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None =
         prompt_tokens=sequence.prompt_length,
         completion_tokens=sequence.generated,
         error=error,
+        cached_tokens=sequence.cached_tokens or 0,
     )
 
 

@@ -72,6 +72,7 @@ class Sequence:
             and not params.bad_words
         )
         self.computed = 0
+        self.cached_tokens: int | None = None  # of the prompt, when the sequence was first scheduled
         self.blocks: list[int] = []
         self.cancelled = False
         self.constraint: Constraint | None = None

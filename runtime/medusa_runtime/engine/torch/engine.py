@@ -39,6 +39,7 @@ from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from .kv_size import kv_plan, previous_kv_tokens
 from .penalties import Adjustment
+from .prefix_cache import prefix_cache
 from .prompt_scoring import most_rows
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
@@ -110,6 +111,7 @@ class TorchEngine:
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
             most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
+            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb),
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)
@@ -234,6 +236,7 @@ class TorchEngine:
     def stats(self) -> dict[str, Any]:
         return self._requests.stats(len(self._scheduler.running), self._cache.blocks.used * BLOCK_TOKENS) | {
             "preemptions_total": self._scheduler.preemptions,
+            "cached_tokens_total": self._scheduler.cached_tokens,
             "steps_total": self._steps,
             "adapters": len(self._adapters),
         }

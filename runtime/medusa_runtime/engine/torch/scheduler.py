@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterator
 
 from ..serving.sequence import Sequence, Span
 from .block_pool import BlockPool
-from .kv_cache import blocks_for
+from .kv_cache import BLOCK_TOKENS, blocks_for
+from .prefix_cache import PrefixCache, shared_tokens
+
+_ALONE = 8  # a prompt that others could compute is computed here if what is left of it is this part of a step
 
 
 class Scheduler:
@@ -17,10 +20,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_concurrency: int, max_batched_tokens: int, most_scored_tokens: int | None = None
+        self,
+        pool: BlockPool,
+        *,
+        max_concurrency: int,
+        max_batched_tokens: int,
+        most_scored_tokens: int | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        """Schedule at most ``most_scored_tokens`` in a step of prompts whose tokens are scored."""
+        """Schedule at most ``most_scored_tokens`` in a step of prompts whose tokens are scored.
+
+        Without ``prefixes``, every sequence computes its whole prompt.
+        """
         self._pool = pool
+        self._prefixes = prefixes
         self._max_concurrency = max_concurrency
         # Every running sequence can decode in one step, so that none of them starves.
         self._max_batched_tokens = max(max_batched_tokens, max_concurrency)
@@ -30,6 +43,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        self.cached_tokens = 0  # of prompts, when they were first scheduled
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -54,6 +68,9 @@ class Scheduler:
         ``whole`` tokens are not cut, and do not count, because others compute them.
         """
         budget = self._max_batched_tokens
+        if self._prefixes is not None:
+            for sequence in self.running:
+                self._prefixes.note(sequence)
         decodes: list[Span] = []
         index = 0
         while index < len(self.running):  # preemption takes sequences off the end of the list
@@ -86,12 +103,19 @@ class Scheduler:
         self._free(sequence)
         self.waiting.appendleft(sequence)
 
+    def forget_prefixes(self) -> None:
+        """Forget what is in the blocks, but for what running sequences have computed."""
+        if self._prefixes is not None:
+            self._prefixes.forget()
+
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
         while self.waiting and len(self.running) < self._max_concurrency:
             sequence = self.waiting[0]
             if budget <= 0 and not self._is_whole(sequence):
                 return
             if sequence in busy:  # it was preempted while an unfinished step uses it
+                return
+            if self._prefixes is not None and not sequence.blocks and not self._reuse(sequence, self._prefixes):
                 return
             missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             taken = self._allocate(missing, keep=sequence)
@@ -100,6 +124,29 @@ class Scheduler:
             sequence.blocks += taken
             self.running.append(self.waiting.popleft())
             budget -= self._prefill(sequence, budget, prefills)
+
+    def _reuse(self, sequence: Sequence, prefixes: PrefixCache) -> bool:
+        """Give a sequence the blocks that hold its first tokens. Return False if it should wait for more of them.
+
+        It waits while a running sequence computes half or more of what it lacks.
+        """
+        found = prefixes.find(sequence)
+        cached = len(found) * BLOCK_TOKENS
+        missing = len(sequence.tokens) - cached
+        if len(sequence.tokens) <= self._whole:  # others may compute it
+            if missing > self._max_batched_tokens // _ALONE:
+                return True
+        elif sequence.prompt_scores is None:
+            for other in self.running:
+                if len(other.tokens) - other.computed > 1 and 2 * (shared_tokens(other, sequence) - cached) >= missing:
+                    return False
+        self._pool.share(found)
+        sequence.blocks += found
+        sequence.computed = cached
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = cached
+            self.cached_tokens += cached
+        return True
 
     def _prefill(self, sequence: Sequence, budget: int, prefills: list[Span]) -> int:
         if self._is_whole(sequence):
@@ -152,6 +199,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
+        if self._prefixes is not None:
+            self._prefixes.leave(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
