@@ -56,6 +56,9 @@ def test_it_answers_as_the_torch_engine_does(start: Start, example: Path) -> Non
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=model, prompt="x", max_tokens=-1)
     client.close()
+    long = {"prompt": [5] * 300, "max_tokens": 2}
+    found = [complete(serving, **long, cache_salt=salt)[1]["usage"] for salt in ("a", "a", "b")]
+    assert [used["prompt_tokens_details"]["cached_tokens"] > 0 for used in found] == [False, True, False]
     stopped = complete(serving, stop=[answer["choices"][0]["text"][3:6]])[1]["choices"][0]
     assert stopped["finish_reason"] == "stop"
     assert answer["choices"][0]["text"].startswith(stopped["text"])

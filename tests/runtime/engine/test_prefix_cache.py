@@ -20,9 +20,7 @@ SYSTEM = "Tokens flow from storage to memory, and from memory to layers. " * 6
 def sequence(name: str, tokens: list[int], salt: str | None = None, **params: Any) -> Sequence:
     request = GenerateRequest(name, tuple(tokens), SamplingParams(**params), cache_salt=salt)
     transcript = Transcript(None, (), include_stop=False)
-    return Sequence(
-        request, tokens, lambda delta: None, limit=10_000, eos_token_ids=frozenset(), transcript=transcript
-    )
+    return Sequence(request, tokens, lambda delta: None, limit=10_000, eos_token_ids=frozenset(), transcript=transcript)
 
 
 def scheduler(blocks: int = 100, kept: int = 100, concurrency: int = 4, tokens: int = 64) -> Scheduler:
