@@ -27,6 +27,7 @@ ROWS: dict[str, Promise] = {
     "decisions": Promise("decisions", "ms", 100, False, "ms of the slowest decision for 10,000 nodes and 1,000 models"),
     "crowded": Promise("decisions", "ms", 1000, False, "ms to decide where 10,000 nodes are full and 300 models wait"),
     "redeploy": Promise("redeploy", "lost", 0, False, "requests lost while a model is deployed again"),
+    "turns": Promise("turns", "found", 0.7, True, "tokens of chats' further turns that their instances had"),
     "burst": Promise("burst", "lost", 0, False, "requests lost while instances go 1 -> N -> 1"),
 }  # fmt: skip
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medusa_runtime.bounded_json import TooManyValuesError, parse_json
 
 from .faults import Fault
+from .prefixes import PIECE_BYTES, prompt_prefix
 
 _SEED_BITS = 48  # so that every JSON parser reads the seed exactly
 _MOST_VALUES = 1_000_000  # in a body; no other request is served while it is parsed
 _MOST_COUNTED = 20_000  # lists and objects in which a prompt is looked for; with more, its size is underestimated
-_PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
+PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
 # The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
 SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
@@ -45,6 +46,7 @@ class Call:
     prompt_tokens: int = 0  # the tokens of prompts given as token ids
     prompt_bytes: int = 0  # the UTF-8 bytes of prompts given as text
     adapter: bool = False  # it asks for an adapter of the model
+    prefix: tuple[bytes, ...] = ()  # of ``prompt_prefix``
 
 
 def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Call:
@@ -64,8 +66,11 @@ def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Ca
     elif route == FRAME_ROUTE:
         raw = _seeded_frame(body)
     headers = {name: request_headers[name] for name in _PASSED_ON if name in request_headers}
-    cost = sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT)
-    return Call(route, model, raw, cost, headers, *_prompt(route, body))
+    cost = sequences + min(len(raw) / PROMPT_BYTES, _MOST_FOR_PROMPT)
+    found = Call(route, model, raw, cost, headers, *_prompt(route, body))
+    if len(raw) < PIECE_BYTES or (route not in SAMPLING_ROUTES and route != FRAME_ROUTE):
+        return found
+    return replace(found, prefix=prompt_prefix(model, body["frame"] if route == FRAME_ROUTE else body))
 
 
 def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:

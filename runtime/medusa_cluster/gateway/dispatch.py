@@ -1,8 +1,9 @@
 """Dispatch: the queues of requests, and the choice of an instance for each.
 
 A request waits in its model's queue until an instance has room for it: first come, first served. It gets the instance
-with the least work. Models share the places to wait fairly. When all places are taken, the model with the longest queue
-gives up its newest request for a request of a model with a shorter queue.
+with the least work, that for its own prompt included, whose beginning an instance may have computed. Models share the
+places to wait fairly. When all places are taken, the model with the longest queue gives up its newest request for a
+request of a model with a shorter queue.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .call import PROMPT_BYTES
 from .faults import Fault
 from .metrics import Metrics
+from .prefixes import PIECE_BYTES, Prefixes
 from .routes import READY, STARTING, DeployedModel, Instance, Routes
 
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -36,6 +39,7 @@ class _Waiter:
     cost: float
     avoid: frozenset[str]
     current: bool  # for instances of the current revision alone
+    prefix: tuple[bytes, ...]
     since: float = field(default_factory=time.monotonic)
 
 
@@ -71,6 +75,7 @@ class Dispatch:
         self._adapters: dict[str, str] = {}  # name → name of the model
         self._early: dict[asyncio.Future[None], None] | None = {}  # requests before the first routes; None: they came
         self._standings: dict[str, _Standing] = {}
+        self._prefixes = Prefixes()
         self.instances: dict[str, Instance] = {}  # by id
 
     # The routes
@@ -135,17 +140,18 @@ class Dispatch:
         deadline: float,
         first: bool = False,
         current: bool = False,
+        prefix: tuple[bytes, ...] = (),
     ) -> Lease:
         """Wait for a place at an instance, preferably one whose id is not in ``avoid``. Give it back with ``release``.
 
         ``cost`` is in sequences, and ``deadline`` by the monotonic clock. With ``first``, the request waits in front of
         all others. With ``current``, it waits for an instance of the deployment's current revision, and others that do
-        not go before it meanwhile. Raises Fault 404, 429 or 503.
+        not go before it meanwhile. ``prefix`` is that of the prompt (``prompt_prefix``). Raises Fault 404, 429 or 503.
         """
         if name not in self._models:
             raise unknown_model(name)
         model = self._models[name]
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), cost, avoid, current)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), cost, avoid, current, prefix)
         if first:
             model.waiting.appendleft(waiter)
         else:
@@ -265,6 +271,7 @@ class Dispatch:
                 standing.instance = instance
                 standing.work += waiter.cost
                 standing.requests += 1
+                self._prefixes.note(waiter.prefix, instance.id)
                 waiter.future.set_result(Lease(name, instance, waiter.cost))
         model.waiting.extendleft(reversed(passed))
 
@@ -272,6 +279,7 @@ class Dispatch:
         """Return the instance with the least work that has room, or None. Instances to avoid come last."""
         now = time.monotonic()
         concurrency, room = deployed.concurrency, deployed.room_for(waiter.cost)
+        computed = self._prefixes.pieces(waiter.prefix)
         best: tuple[bool, float, str] | None = None
         chosen = None
         for instance in deployed.instances:
@@ -284,7 +292,8 @@ class Dispatch:
                 full = standing.requests and work + room > concurrency
                 if full or standing.lost or standing.paused_until > now:
                     continue
-            rank = (instance.id in waiter.avoid, work, instance.id)
+            saved = computed.get(instance.id, 0) * PIECE_BYTES / PROMPT_BYTES
+            rank = (instance.id in waiter.avoid, work - saved, instance.id)
             if best is None or rank < best:
                 best, chosen = rank, instance
         return chosen

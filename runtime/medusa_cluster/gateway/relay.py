@@ -153,7 +153,13 @@ class Relay:
         deadline = progress.deadline if progress.runs == 0 else max(progress.deadline, time.monotonic() + self._hold_s)
         try:
             return await self._dispatch.lease(
-                call.model, call.cost, avoid=avoid, deadline=deadline, first=again, current=call.adapter
+                call.model,
+                call.cost,
+                avoid=avoid,
+                deadline=deadline,
+                first=again,
+                current=call.adapter,
+                prefix=call.prefix,
             )
         except Fault as fault:
             if not progress.lost:
