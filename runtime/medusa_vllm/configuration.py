@@ -80,6 +80,8 @@ def _arguments(
     }
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
+    if settings.prefix_cache_mb == 0:
+        arguments["enable_prefix_caching"] = False
     flags = engine_arguments(flag_words(settings))
     arguments |= flags
     # Text is tokenized here, by tokenizer.json. But for pictures, the core needs a processor, which reads its own files

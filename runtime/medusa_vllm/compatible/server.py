@@ -67,6 +67,7 @@ class VllmServer:
         command += ["--load-format", ANY_VERSION_FORMAT, "--model-loader-extra-config", extra]
         command += ["--served-model-name", *names, "--max-num-seqs", str(settings.max_concurrency)]
         command += ["--max-num-batched-tokens", str(max(settings.max_batched_tokens, settings.max_concurrency))]
+        command += ["--no-enable-prefix-caching"] if settings.prefix_cache_mb == 0 else []
         if settings.compile != "always":
             command.append("--enforce-eager")
         if settings.max_model_len is not None:

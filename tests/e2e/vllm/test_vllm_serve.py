@@ -56,14 +56,21 @@ def test_it_answers_as_the_torch_engine_does(start: Start, example: Path) -> Non
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=model, prompt="x", max_tokens=-1)
     client.close()
-    long = {"prompt": [5] * 300, "max_tokens": 2}
-    found = [complete(serving, **long, cache_salt=salt)[1]["usage"] for salt in ("a", "a", "b")]
-    assert [used["prompt_tokens_details"]["cached_tokens"] > 0 for used in found] == [False, True, False]
     stopped = complete(serving, stop=[answer["choices"][0]["text"][3:6]])[1]["choices"][0]
     assert stopped["finish_reason"] == "stop"
     assert answer["choices"][0]["text"].startswith(stopped["text"])
     assert {"import", "config", "kv_plan", "skeleton", "apply", "first_forward", "first_token"} <= stage_names(serving)
     assert serving.stop() == 0
+
+
+def test_prompts_that_begin_alike_are_found_under_the_same_salt(start: Start, example: Path) -> None:
+    given = ("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    long: dict[str, Any] = {"prompt": [5] * 300, "max_tokens": 2}
+    for flags, expected in (((), [False, True, False]), (("--prefix-cache-mb", "0"), [False, False, False])):
+        serving = start(*given, *flags)
+        found = [complete(serving, **long, cache_salt=salt)[1]["usage"] for salt in ("a", "a", "b")]
+        assert [used["prompt_tokens_details"]["cached_tokens"] > 0 for used in found] == expected
+        assert serving.stop() == 0
 
 
 def test_structured_outputs_and_forced_calls_are_vllms_own(start: Start, example: Path) -> None:

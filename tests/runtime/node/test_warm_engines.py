@@ -34,8 +34,8 @@ Put = Callable[..., str]
 HARMLESS = {
     "model", "engine", "state", "served_model_name", "tool_call_parser", "reasoning_parser", "lora_modules",
     "max_loras", "max_lora_rank", "max_lora_mb", "allow_lora", "device", "dtype", "max_model_len",
-    "max_concurrency", "max_waiting", "max_batched_tokens", "kv_cache_mb", "compile", "kernels", "layers",
-    "threads", "connections", "load_priority", "torch_import", "node_user", "engine_start", "host_weights",
+    "max_concurrency", "max_waiting", "max_batched_tokens", "kv_cache_mb", "prefix_cache_mb", "compile", "kernels",
+    "layers", "threads", "connections", "load_priority", "torch_import", "node_user", "engine_start", "host_weights",
     "graphs", "memory_limit_mb", "heartbeat_s", "hold_s", "drain_s", "timeout_s", "read_timeout_s",
     "write_timeout_s", "max_body_mb", "server_timing", "body_memory_mb", "cors_origins", "access_log", "traces",
     "log_level", "log_format",
