@@ -30,6 +30,9 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # Debian's, for programs that the cross compiler makes
 THREADS = 2
 DTYPES = list(native.DTYPES)
+# Each with the dot products that change what is computed: those of bf16, and of bytes, which multiply x rounded to 8 bits.
+DTYPES_OF_DOTS = {(0, 0): DTYPES, (0, 1): [torch.bfloat16, torch.float16], (1, 1): [torch.bfloat16]}
+DOTS_OF_DTYPES = [(dtype, (0, 0)) for dtype in DTYPES] + [(torch.bfloat16, (1, 0))]
 
 pytestmark = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER}"),
@@ -129,8 +132,7 @@ def made(image: Image, *shape: int, dtype: torch.dtype) -> Tensor:
     return placed
 
 
-@pytest.mark.parametrize("dots", [(0, 0), (1, 0)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "dots"), DOTS_OF_DTYPES, ids=str)
 def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype, dots: Any) -> None:
     depth, cols = 2070, (97, 30)
     x, weights = made(image, 40, depth, dtype=dtype), [made(image, each, depth, dtype=dtype) for each in cols]
@@ -151,8 +153,7 @@ def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtyp
         assert torch.equal(out[0], alone)  # a row has the same bits in every batch
 
 
-@pytest.mark.parametrize("dots", [(0, 0), (1, 0)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "dots"), DOTS_OF_DTYPES, ids=str)
 @pytest.mark.parametrize("packing", ["int8", "nibbles", "fp8"])
 def test_products_with_quantized_weights(
     image: Image, emulated: Path, here: native.NativeKernels, packing: str, dtype: torch.dtype, dots: Any
@@ -177,7 +178,7 @@ def test_products_with_quantized_weights(
         assert error < 2 * torch.finfo(dtype).eps + 1e-6
 
 
-@pytest.mark.parametrize("dots", [(0, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("dots", DTYPES_OF_DOTS, ids=str)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_with_blocks(image: Image, emulated: Path, here: native.NativeKernels, kind: str, dots: Any) -> None:
     """Both machines make the same floats, and round activations alike. A row has the same bits in every batch."""
@@ -192,7 +193,7 @@ def test_products_with_blocks(image: Image, emulated: Path, here: native.NativeK
     assert torch.equal(found, floats)
     part = native._Part(cols=cols, codes=ctypes.addressof(image.place(codes.codes._struct)))
     place = ctypes.addressof(image.place((native._Part * 1)(part)))
-    for dtype in DTYPES:
+    for dtype in DTYPES_OF_DOTS[dots]:
         x, out = made(image, 257, depth, dtype=dtype), image.place(torch.zeros(257, cols, dtype=dtype))
         alone = None
         for rows in (1, 20, 40, 257):
