@@ -116,8 +116,19 @@ def test_wheel_has_the_documents_and_all_that_they_link_to(wheel: Path) -> None:
 def test_help_says_where_the_documents_are(wheel: Path, tmp_path: Path) -> None:
     made = [sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", tmp_path / "empty"]
     subprocess.run(made, check=True)
-    command = [sys.executable, "-m", "pip", "--python", tmp_path / "empty/bin/python", "install", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--no-index", "--no-compile", "--ignore-installed", wheel], check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        tmp_path / "empty/bin/python",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
+    subprocess.run(
+        [*command, "--no-index", "--no-compile", "--ignore-installed", wheel], check=True, capture_output=True
+    )
     ran = subprocess.run([tmp_path / "empty/bin/medusa", "--help"], capture_output=True, text=True, check=True)
     assert f"\ndocuments: {tmp_path}/empty/share/doc/medusa-runtime/README.md\n" in ran.stdout
 

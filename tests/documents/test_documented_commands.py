@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import shlex
@@ -143,26 +142,42 @@ def mentioned() -> list[str]:
     return sorted({plain(text) for text in (*SHOWN, *inline) if ours.match(text)})
 
 
-@pytest.mark.parametrize("command", mentioned())
-def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def by_program() -> dict[str, list[str]]:
+    """The commands by what has their help, so that each is asked for it once."""
+    found: dict[str, list[str]] = {}
+    for command in mentioned():
+        words = re.split(r"[ =|;]", command)
+        count = 1 if words[0] == "make" else 2
+        if words[:2] == ["python", "-m"] or words[1] in ("bench", "cluster", "deploy"):
+            count += len(words) > 2 and bool(re.fullmatch("[a-z._]+", words[2]))
+        found.setdefault(" ".join(words[:count]), []).append(command)
+    return found
+
+
+@pytest.mark.parametrize(("program", "commands"), by_program().items(), ids=list(by_program()))
+def test_what_they_name_exists(program: str, commands: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Make's targets, scripts, and each flag in the help of its command; values may be placeholders."""
-    if command.startswith("make "):
-        targets = re.findall(r"(?m)^([a-z0-9-]+):", (ROOT / "Makefile").read_text())
-        asked = [word for word in shlex.split(command.partition(" &&")[0])[1:] if "=" not in word and word != "…"]
-        assert set(asked) <= set(targets), command
-        return
-    words = re.split(r"[ =|;]", command)
-    flags = {word for word in words if re.match("--[a-z]", word)}
-    if words[0] == "python":
-        start = words[1:3] if words[1] == "-m" else words[1:2]
-        known = help_of(*start)
-    else:
-        two = words[1] in ("bench", "cluster", "deploy") and len(words) > 2 and re.fullmatch("[a-z]+", words[2])
+    known: set[str] = set()
+    first, *rest = program.split()
+    if first == "python":
+        known = flags_of(help_of(*rest))
+    elif first == "medusa":
         with pytest.raises(SystemExit) as ended:
-            main([*words[1 : 3 if two else 2], "--help"])
-        assert ended.value.code == 0, command
-        known = capsys.readouterr().out
-    assert flags <= set(re.findall(r"--[a-z][a-z-]*", known)), command
+            main([*rest, "--help"])
+        assert ended.value.code == 0, program
+        known = flags_of(capsys.readouterr().out)
+    targets = re.findall(r"(?m)^([a-z0-9-]+):", (ROOT / "Makefile").read_text())
+    for command in commands:
+        if first == "make":
+            asked = [word for word in shlex.split(command.partition(" &&")[0])[1:] if "=" not in word and word != "…"]
+            assert set(asked) <= set(targets), command
+        else:
+            flags = {word for word in re.split(r"[ =|;]", command) if re.match("--[a-z]", word)}
+            assert flags <= known, command
+
+
+def flags_of(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z-]*", text))
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("medusa serve ")])
@@ -174,7 +189,6 @@ def test_what_it_gives_serve_is_accepted(command: str) -> None:
             options[flag].parse(value)
 
 
-@functools.cache  # pages show some of them several times
 def help_of(*script: str) -> str:
     command = [sys.executable, *script, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -30,7 +30,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # Debian's, for programs that the cross compiler makes
 THREADS = 2
 DTYPES = list(native.DTYPES)
-# Each with the dot products that change what is computed: those of bf16, and of bytes, which multiply x rounded to 8 bits.
+# The dot products of bf16 and of bytes, with the dtypes for which they change what is computed.
 DTYPES_OF_DOTS = {(0, 0): DTYPES, (0, 1): [torch.bfloat16, torch.float16], (1, 1): [torch.bfloat16]}
 DOTS_OF_DTYPES = [(dtype, (0, 0)) for dtype in DTYPES] + [(torch.bfloat16, (1, 0))]
 

@@ -71,7 +71,7 @@ def test_prompts_are_scored_beside_decodes_in_graphs(start: Callable[..., Any]) 
     expected = [start(None).ask(prompt, **options).wait() for prompt in PROMPTS[:3]]
     served = start(HostGpu(Recorder(), strict=True), max_batched_tokens=8)
     until(lambda: not runner_of(served).graphs.pending)
-    company = [served.ask("A", max_tokens=200) for _ in range(7)]  # they leave one token of a step to others
+    company = [served.ask("A", max_tokens=110) for _ in range(7)]  # they leave one token of a step to others
     for answer in company:
         answer.next()
     for prompt, wanted in zip(PROMPTS[:3], expected, strict=True):
