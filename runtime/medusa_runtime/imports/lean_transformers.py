@@ -81,7 +81,19 @@ class _NoHub:
 
 # Packages that are not executed themselves; modules inside them are.
 _BARE = frozenset({_NAME, "transformers.models"})
+
+
 # Modules that are replaced, together with all below them, and the names in them that are used.
+class _AutoModel:
+    """transformers' class that finds a decoder's class by its configuration. Its classifiers construct decoders so."""
+
+    @staticmethod
+    def from_config(config: Any) -> Any:
+        kind = type(config)
+        module = sys.modules[kind.__module__.replace("configuration_", "modeling_")]
+        return getattr(module, kind.__name__.removesuffix("Config") + "Model")(config)
+
+
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "transformers.data": {},
     "transformers.dependency_versions_check": {},
@@ -107,7 +119,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "transformers.integrations.sonicmoe": {},
     "transformers.integrations.tensor_parallel": {},
     "transformers.loss": {"LOSS_MAPPING": {}},
-    "transformers.models.auto": {},
+    "transformers.models.auto": {"AutoModel": _AutoModel},
     "transformers.processing_utils": {"Unpack": getattr(typing, "Unpack", None)},
     "transformers.quantizers": {},
     "transformers.safetensors_conversion": {},

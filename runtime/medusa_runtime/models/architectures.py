@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, str] = {
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
 _BARE = re.compile(r"Model$")
+_OWN_CLASSIFIERS = ("opt:", "falcon:")  # families whose classifiers transformers runs with code of their own
 _OTHER_TASKS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")  # which only a handler runs
 
 
@@ -48,6 +49,17 @@ def as_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     whole = dict(raw) | {"architectures": [_BARE.sub("ForCausalLM", name) for name in _named(raw)]}
     return whole if whole["architectures"] and has_family(whole) else None
+
+
+def classifying_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json of the decoder whose last hidden state a sequence classifier looks at; None for another.
+
+    Such a model is called Qwen3ForSequenceClassification, and is a Qwen3ForCausalLM with another head.
+    """
+    whole = dict(raw) | {"architectures": [name.replace(CLASSIFIER, "ForCausalLM") for name in _named(raw)[:1]]}
+    if whole["architectures"] == _named(raw)[:1] or not whole["architectures"] or not has_family(whole):
+        return None
+    return None if ARCHITECTURES[architecture_of(whole)].startswith(_OWN_CLASSIFIERS) else whole
 
 
 def _named(raw: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ..config import Settings, require_handler
 from ..errors import MismatchError, ModelError
-from .architectures import architecture_of, has_family, is_encoder
+from .architectures import architecture_of, classifying_decoder, has_family, is_encoder
 from .fields import Fields, ReadFile, read_object
 from .registry import model_config
 from .sentences import embedding_decoder
@@ -70,6 +70,8 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
         return Backend("encoder", architecture_of(decoder), quantization=str(Fields(config).quantization() or ""))
     architecture = architecture_of(config)
     stored = str(Fields(config).quantization() or "")
+    if classifying_decoder(config) is not None:
+        return Backend("classifier", architecture, quantization=stored)
     if has_family(config):
         return Backend("decoder", architecture, quantization=stored)
     from .transformers.catalog import find_class  # most models do not need it
@@ -88,7 +90,7 @@ def verify(read: ReadFile, settings: Settings) -> Backend:
         verify_foreign(config)
     elif found.kind == "decoder":
         model_config(config)
-    elif (decoder := embedding_decoder(config, read)) is not None:
+    elif (decoder := embedding_decoder(config, read) or classifying_decoder(config)) is not None:
         model_config(decoder)
     elif found.kind == "encoder":
         from .bert import BertConfig

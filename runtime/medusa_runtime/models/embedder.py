@@ -1,24 +1,30 @@
-"""Decoders that turn texts into vectors, such as Qwen3-Embedding: hidden states behind the last norm, and no head."""
+"""Decoders that turn texts into vectors, such as Qwen3-Embedding, or into labels, such as Qwen3-Reranker."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..load.applier import Applier
+from ..load.skeleton import skeleton
 from .base import ModelConfig
 from .layers.causal import CausalTexts
+from .layers.linear import Linear
+from .layers.pooling import label_probabilities
 from .transformers.encoder import Sizes
+
+SCORE = "score.weight"  # the tensor of a classifier's head [labels, hidden]
 
 
 class DecoderEmbedder(nn.Module):
     """Turns token ids [texts, tokens] into hidden states [texts, tokens, hidden]. A token sees the earlier ones.
 
-    A text has at most as many tokens as a layer's window, if there is one. Raises ModelError for a family that cannot
-    do without its head.
+    The states are those behind the last norm, and there is no head. A text has at most as many tokens as a layer's
+    window, if there is one. Raises ModelError for a family that cannot do without its head.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -64,4 +70,37 @@ class DecoderEmbedder(nn.Module):
         )
 
 
-__all__ = ["DecoderEmbedder"]
+class DecoderClassifier(DecoderEmbedder):
+    """Turns token ids [texts, tokens] into a vector for each text [texts, labels], from its last token's hidden state.
+
+    As in transformers, tokens that are the config.json's ``pad_token_id`` are not the last one.
+    """
+
+    def __init__(self, config: ModelConfig, raw: Mapping[str, Any], labels: int) -> None:
+        """Take the fields of the classifier from ``raw``, its config.json."""
+        super().__init__(config)
+        with skeleton():
+            self.decoder.score = Linear(config.hidden_size, labels, bias=False).eval()
+        self.config = self.config._replace(hidden_size=labels)
+        self._pad = raw.get("pad_token_id")
+        self._several = raw.get("problem_type") == "multi_label_classification"
+
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """Run the decoder and its head, float32 [texts, labels]."""
+        hidden = super().forward(token_ids, mask)
+        own = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+        if self._pad is not None:
+            own = own & (token_ids != self._pad)
+        last = (own * torch.arange(token_ids.shape[1])).argmax(1)
+        score = cast(nn.Module, self.decoder.score)
+        return cast(Tensor, score(hidden[torch.arange(len(hidden)), last])).float()
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each label [..., labels]."""
+        return label_probabilities(logits, several=self._several)
+
+    def _target(self, name: str) -> str | None:
+        return name if name == SCORE else super()._target(name)
+
+
+__all__ = ["SCORE", "DecoderClassifier", "DecoderEmbedder"]

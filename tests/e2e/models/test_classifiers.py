@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from encoder_checkpoint import WORDS, write_tokenizer
 from fetching import fetch_into
 from medusa_runtime.engine.encoder.text_encoder import Encoder
+from medusa_runtime.errors import MismatchError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -37,6 +39,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                                                               "num_labels": 3}),
     "roberta-labels": ("RobertaForSequenceClassification", LARGE | {"num_labels": 2, "pad_token_id": 1}),
     "bert-score": ("BertForSequenceClassification", LARGE | {"num_labels": 1}),
+    # Decoders, whose last token counts; they find it by the padding, of which one has none.
+    "opt-labels": ("OPTForSequenceClassification", SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_labels": 3,
+                                                            "max_position_embeddings": 40, "pad_token_id": 1}),
+    "phi3-score": ("Phi3ForSequenceClassification", LARGE | {"num_labels": 1, "pad_token_id": None}),
+    "falcon-labels": ("FalconForSequenceClassification", SHAPE | {"num_labels": 3, "pad_token_id": 1}),
+    "gemma2-labels": ("Gemma2ForSequenceClassification", LARGE | {"num_key_value_heads": 2, "head_dim": 8,
+                                                                  "num_labels": 3, "pad_token_id": 1}),
+    "gemma3-score": ("Gemma3TextForSequenceClassification", LARGE | {"num_key_value_heads": 2, "head_dim": 8,
+                                                                     "num_labels": 1, "pad_token_id": 1}),
+    "qwen3-score": ("Qwen3ForSequenceClassification", LARGE | {"num_key_value_heads": 2, "head_dim": 8,
+                                                               "num_labels": 1, "pad_token_id": 0}),
+    "mistral-labels": ("MistralForSequenceClassification", LARGE | {"num_key_value_heads": 2, "num_labels": 3,
+                                                                    "pad_token_id": WORDS.index("[SEP]")}),
+    "mixture-labels": ("Qwen3MoeForSequenceClassification", LARGE | {"num_key_value_heads": 2, "head_dim": 8,
+                       "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_labels": 3,
+                       "problem_type": "multi_label_classification", "pad_token_id": 0}),
 }  # fmt: skip
 
 
@@ -61,14 +79,15 @@ def expected(model: Any, folder: Path, *texts: str) -> torch.Tensor:
     found = ids_of(folder, *texts)
     segments = {"token_type_ids": torch.tensor([found.type_ids])} if len(texts) == 2 else {}
     with torch.no_grad():
-        if hasattr(model, "classifier"):
+        if hasattr(model, "classifier") or hasattr(model, "score"):
             logits = model(torch.tensor([found.ids]), **segments).logits[0]
-            return logits.sigmoid() if len(logits) == 1 else logits.softmax(-1)
+            several = model.config.problem_type == "multi_label_classification"
+            return logits.sigmoid() if len(logits) == 1 or several else logits.softmax(-1)
         hidden = model.base_model(torch.tensor([found.ids])).last_hidden_state[0]
     return torch.nn.functional.normalize(hidden.mean(0), dim=-1)
 
 
-QUICK = ("distilbert", "modernbert", "roberta-labels")
+QUICK = ("distilbert", "modernbert", "roberta-labels", "opt-labels", "qwen3-score", "mistral-labels")
 
 
 @pytest.mark.parametrize(
@@ -141,3 +160,19 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
     assert {"/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
     assert not {"/v1/completions", "/v1/embeddings"} & set(described)
+
+
+def test_a_decoder_without_a_classifying_head_is_refused(tmp_path: Path) -> None:
+    write("qwen3-score", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    for score, found in ((None, "none"), (torch.zeros(1, 8), r"one of shape \[1, 8\]")):
+        kept = {name: value for name, value in tensors.items() if name != "score.weight"}
+        safetensors.torch.save_file(kept if score is None else {**kept, "score.weight": score}, weights)
+        region = Region.create()
+        fetch_into(region, str(tmp_path))
+        with pytest.raises(
+            MismatchError, match=rf"score.weight: expected a tensor of shape \[labels, 32\], found {found}"
+        ):
+            Encoder(region, Timeline.create("engine"))
+        region.close()

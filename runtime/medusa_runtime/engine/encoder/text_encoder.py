@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ...checkpoint.index import WeightIndex
 from ...config import Settings
-from ...errors import ConfigError, ContextLengthError, RequestError, TooLargeError
+from ...errors import ConfigError, ContextLengthError, MismatchError, RequestError, TooLargeError
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
-from ...models.architectures import is_encoder
+from ...models.architectures import classifying_decoder, is_encoder
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
-from ...models.embedder import DecoderEmbedder
+from ...models.embedder import SCORE, DecoderClassifier, DecoderEmbedder
 from ...models.fields import Fields, ReadFile
 from ...models.layers.pooling import POOLINGS, normalized
 from ...models.registry import model_config
@@ -61,6 +61,11 @@ def build_encoder(
         config = model_config(with_dtype(decoder, index))
         embedder = DecoderEmbedder(config if dtype is None else replace(config, dtype=dtype))
         return embedder, embedder.applier()
+    if (decoder := classifying_decoder(raw)) is not None:
+        config = model_config(with_dtype(decoder, index))
+        config = config if dtype is None else replace(config, dtype=dtype)
+        classifier = DecoderClassifier(config, raw, _labels(index, config.hidden_size))
+        return classifier, classifier.applier()
     dtype = dtype or DTYPES[weights_dtype(index)]
     if is_encoder(raw):
         with skeleton():
@@ -68,6 +73,15 @@ def build_encoder(
         return model, Applier(model, dtype=dtype, quantization=Fields(raw).quantization())
     foreign = TransformersEncoder(raw, dtype)
     return foreign, foreign.applier()
+
+
+def _labels(index: WeightIndex, hidden_size: int) -> int:
+    """Return the number of labels that a decoder's classifying head has. Raises MismatchError if there is none."""
+    score = index.tensors.get(SCORE)
+    if score is None or len(score.shape) != 2 or score.shape[1] != hidden_size or not score.shape[0]:
+        found = "none" if score is None else f"one of shape {list(score.shape)}"
+        raise MismatchError(f"{SCORE}: expected a tensor of shape [labels, {hidden_size}], found {found}")
+    return score.shape[0]
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,9 @@ class Encoder:
         with timeline.stage("skeleton"):
             self._model, applier = build_encoder(region.file, index, options.dtype)
         self.config = self._model.config
-        self.is_classifier = isinstance(self._model, TransformersEncoder) and self._model.is_classifier
+        self.is_classifier = isinstance(self._model, DecoderClassifier) or (
+            isinstance(self._model, TransformersEncoder) and self._model.is_classifier
+        )
         self._loader = Loader(region, applier, timeline=timeline)
         self.max_tokens = self._resolve_max_tokens(options.max_tokens)
         if isinstance(self._model, DecoderEmbedder) and options.max_tokens is None:
@@ -193,7 +209,7 @@ class Encoder:
     def activated(self, vectors: Tensor, options: EmbedOptions | None = None) -> Tensor:
         """Return the vectors [..., size] that the model answers with, from those of ``pool``."""
         options = options or EmbedOptions()
-        if isinstance(self._model, TransformersEncoder) and self.is_classifier:
+        if self.is_classifier and isinstance(self._model, DecoderClassifier | TransformersEncoder):
             return vectors if options.activate is False else self._model.probabilities(vectors)
         if options.dimensions is not None:
             vectors = vectors[..., : options.dimensions]

@@ -34,6 +34,14 @@ def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": first_token, "last": last_token}
 
 
+def label_probabilities(logits: Tensor, *, several: bool) -> Tensor:
+    """Return the probability of each label [..., labels]. An only label has a score between 0 and 1.
+
+    ``several``: a text may have more than one of the labels.
+    """
+    return logits.sigmoid() if several or logits.shape[-1] == 1 else logits.softmax(-1)
+
+
 def normalized(vectors: Tensor) -> Tensor:
     """Scale each vector [..., size] to length 1, so that a dot product of two is their cosine."""
     return F.normalize(vectors, dim=-1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...load.skeleton import skeleton
 from ..fields import Fields
+from ..layers.pooling import label_probabilities
 from .applier import TransformersApplier
 from .catalog import TransformersClass, find_class
 from .config import own_class, own_config
@@ -45,12 +46,17 @@ class TransformersEncoder(nn.Module):
         self.is_classifier = self.found_class.kind == "classifier"
         own = self.module.config
         self._several = getattr(own, "problem_type", None) == "multi_label_classification"
+        self._pad: int | None = getattr(own, "pad_token_id", None)
         size = own.num_labels if self.is_classifier else own.hidden_size
         self.config = Sizes(own.vocab_size, size, self._longest(own))
         self._takes_segments = "token_type_ids" in inspect.signature(type(self.module).forward).parameters
         self._applier: TransformersApplier | None = None
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        if mask is not None and self.is_classifier:
+            if self._pad is None:  # which is how decoders' classifiers find the last token
+                return torch.cat([self._alone(row, mask, token_ids, segments) for row in range(len(token_ids))])
+            token_ids = token_ids.masked_fill(~mask, self._pad)
         options: dict[str, Any] = {"attention_mask": torch.ones_like(token_ids) if mask is None else mask.long()}
         if self._takes_segments and segments is not None:
             options["token_type_ids"] = segments
@@ -62,9 +68,13 @@ class TransformersEncoder(nn.Module):
         logits: Tensor = out.logits.float()
         return logits
 
+    def _alone(self, row: int, mask: Tensor, token_ids: Tensor, segments: Tensor | None) -> Tensor:
+        place = slice(row, row + 1), slice(int(mask[row].sum()))
+        return cast(Tensor, self(token_ids[place], segments=None if segments is None else segments[place]))
+
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each label [..., labels]. An only label has a score between 0 and 1."""
-        return logits.sigmoid() if self._several or logits.shape[-1] == 1 else logits.softmax(-1)
+        """Return the probability of each label [..., labels]."""
+        return label_probabilities(logits, several=self._several)
 
     def rename(self, name: str) -> str | None:
         target = None if self._applier is None else self._applier.target(name)
