@@ -40,6 +40,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("linear_avx2", "compute/linear_tile.c", AVX2),
         ("linear_avx512", "compute/linear_tile.c", AVX512),
         ("linear_avx512_bf16", "compute/linear_tile.c", AVX512_BF16),
+        ("panels_avx2", "compute/panel_tile.c", AVX2),
         ("integer_avx2", "compute/integer_tile.c", AVX2),
         ("attention_avx2", "compute/attention_tile.c", AVX2),
         ("attention_avx512", "compute/attention_tile.c", AVX512),

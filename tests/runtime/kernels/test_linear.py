@@ -28,6 +28,8 @@ SHAPES = [(rows, 29, 70) for rows in range(1, 15)] + [
     (8, 100, 2051),
     (33, 200, 1056),
     (300, 50, 100),
+    (35, 17, 4101),
+    (257, 113, 40),
 ]
 
 
@@ -65,14 +67,14 @@ def test_compiled_is_rounded_once(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("depth", [1000, 1408, 3001, 5632])
 def test_a_row_has_the_same_bits_in_every_batch(compiled: native.NativeKernels, depth: int, dtype: torch.dtype) -> None:
-    x, weight, _ = sample(40, 98, depth, dtype)
+    x, weight, _ = sample(70, 98, depth, dtype)
     alone = torch.cat([compiled.linear(row[None], weight, None) for row in x])
-    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 40):
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 32, 33, 36, 40, 70):
         assert torch.equal(compiled.linear(x[:rows], weight, None), alone[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("rows", [1, 8, 64, 300])
 def test_compiled_on_many_threads(compiled: native.NativeKernels, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = sample(rows, 1500, 1200, dtype)
     assert_rounded(compiled.linear(x, weight, bias), x, weight, bias)
@@ -86,8 +88,9 @@ def test_upcast_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinity_and_nan_pass(compiled: native.NativeKernels, dtype: torch.dtype) -> None:
-    x, weight, _ = sample(2, 5, 40, dtype)
+@pytest.mark.parametrize("rows", [2, 40])
+def test_infinity_and_nan_pass(compiled: native.NativeKernels, rows: int, dtype: torch.dtype) -> None:
+    x, weight, _ = sample(rows, 5, 40, dtype)
     weight[1, 3], weight[2, 39] = float("inf"), float("nan")
     found, expected = compiled.linear(x, weight, None), exact(x, weight, None)
     assert torch.equal(found.isnan(), expected.isnan())
@@ -101,15 +104,19 @@ def test_rounding_to_nearest_even(compiled: native.NativeKernels) -> None:
     assert found.flatten().tolist() == [1.0, 1.0078125]
 
 
-def test_strided_and_misaligned_weights(compiled: native.NativeKernels) -> None:
+@pytest.mark.parametrize("rows", [3, 50])
+def test_strided_and_misaligned_weights(compiled: native.NativeKernels, rows: int) -> None:
     wide = torch.randn(64, 200).bfloat16()
-    x = torch.randn(3, 120).bfloat16()[:, 7:84]
+    x = torch.randn(rows, 120).bfloat16()[:, 7:84]
     weight = wide[::2, 3:80]
     assert_rounded(compiled.linear(x, weight, None), x, weight, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_weights_at_the_end_of_read_only_memory(compiled: native.NativeKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("height", [5, 40])
+def test_weights_at_the_end_of_read_only_memory(
+    compiled: native.NativeKernels, height: int, dtype: torch.dtype
+) -> None:
     """The last row ends where memory ends: an element read further, or a write, would kill this process."""
     page = mmap.PAGESIZE
     rows, count = 2, page // dtype.itemsize
@@ -122,7 +129,7 @@ def test_weights_at_the_end_of_read_only_memory(compiled: native.NativeKernels, 
     protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     assert protect(values.data_ptr(), page, mmap.PROT_READ) == 0
     assert protect(values.data_ptr() + page, page, 0) == 0
-    x = torch.randn(5, depth).to(dtype)
+    x = torch.randn(height, depth).to(dtype)
     assert_rounded(compiled.linear(x, weight, None), x, weight, None)
 
 
@@ -234,7 +241,7 @@ def test_linear_in_a_forked_child(library: Path) -> None:
 
 def test_linear_from_many_threads_at_once(compiled: native.NativeKernels) -> None:
     """One has the pool and the kept scratch memory; the others work alone, with their own."""
-    samples = [sample(rows, 300, 500, torch.bfloat16) for rows in (1, 3, 8, 20)]
+    samples = [sample(rows, 300, 500, torch.bfloat16) for rows in (1, 3, 8, 40)]
     expected = [compiled.linear(*each) for each in samples]
     wrong: list[int] = []
 

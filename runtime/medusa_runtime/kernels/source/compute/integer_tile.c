@@ -288,6 +288,6 @@ DEFINE(bf16, DTYPE_BF16)
 DEFINE(fp16, DTYPE_FP16)
 
 const struct linear_variant VARIANT[2] = {
-    {RUN, 1, pack_bf16, tiles, block_bf16},
-    {RUN, 1, pack_fp16, tiles, block_fp16},
+    {RUN, 1, {{0, 0}, {MOST_CODED_COLS, 0}}, pack_bf16, tiles, block_bf16},
+    {RUN, 1, {{0, 0}, {MOST_CODED_COLS, 0}}, pack_fp16, tiles, block_fp16},
 };

@@ -9,9 +9,8 @@
 #include "dtype.h"
 #include "parallel.h"
 
-#define ROW_BLOCK 256L             /* rows of x that are packed at a time: limits the scratch memory */
 #define MOST_RANGES 64
-#define FEW_ROWS 32L               /* up to these, dot products of bytes are faster than decoding and dot products of bf16 */
+#define FEW_ROWS 32L               /* up to these, it does not pay to pack weights, or to decode those that dot products of bytes take */
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_PACK (1L << 16)     /* the same for packing x, in elements */
 
@@ -127,6 +126,8 @@ static const struct linear_variant *variant_for(const struct codes *codes, long 
 #else
     if (rounded)
         return &integer_avx2[dtype];
+    if (rows > FEW_ROWS && medusa_instruction_set == 256)
+        return &panels_avx2[dtype];
     return has_dots ? &linear_avx512_bf16 : medusa_instruction_set == 512 ? &linear_avx512[dtype] : &linear_avx2[dtype];
 #endif
 }
@@ -143,14 +144,14 @@ static int products(char *out, const char *x, const struct linear_part *parts, l
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;
     const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
-    const long most = parts->codes ? MOST_CODED_COLS : MOST_BLOCK_COLS;
-    long block = at_most(most, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
+    const int has_codes = parts->codes != NULL;
+    long block = at_most(variant->tasks[has_codes].most_cols, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     long blocks = 0;
     for (long i = 0; i < count; i++)
         blocks += blocks_of(parts + i, block);
-    const long block_rows = at_most(rows, ROW_BLOCK);
-    const long thread_floats = whole_lines(block_rows * block) + (parts->codes ? block * DECODED : 0);
+    const long row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, block_rows = (rows + row_blocks - 1) / row_blocks;
+    const long thread_floats = whole_lines(block_rows * block) + variant->tasks[has_codes].room;
     const size_t floats = (size_t)(whole_lines(block_rows * padded) + wanted * thread_floats);
     int is_kept;
     float *memory = take_scratch((floats * sizeof(float) + 63) / 64 * 64, &is_kept);
@@ -158,8 +159,8 @@ static int products(char *out, const char *x, const struct linear_part *parts, l
         give_scratch(memory, is_kept);
         return 1;
     }
-    for (long row = 0; row < rows; row += ROW_BLOCK) {
-        const long height = at_most(rows - row, ROW_BLOCK);
+    for (long number = 0; number < row_blocks; number++) {
+        const long row = rows * number / row_blocks, height = rows * (number + 1) / row_blocks - row;
         struct run run = {.variant = variant, .parts = parts, .item = item, .blocks = blocks,
                           .ranges = (int)at_most(wanted, MOST_RANGES),
                           .sums = memory + whole_lines(block_rows * padded), .thread_floats = thread_floats,

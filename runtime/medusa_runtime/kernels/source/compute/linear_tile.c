@@ -333,14 +333,14 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
     }
 DEFINE(bf16, DTYPE_BF16)
 #ifdef DOT_BF16
-const struct linear_variant VARIANT = {STEP, TILE_COLS, pack_bf16, tiles, block_bf16};
+const struct linear_variant VARIANT = {STEP, TILE_COLS, USUAL_TASKS, pack_bf16, tiles, block_bf16};
 #else
 DEFINE(fp16, DTYPE_FP16)
 DEFINE(fp32, DTYPE_FP32)
 
 const struct linear_variant VARIANT[3] = {
-    {STEP, TILE_COLS, pack_bf16, tiles, block_bf16},
-    {STEP, TILE_COLS, pack_fp16, tiles, block_fp16},
-    {STEP, TILE_COLS, pack_fp32, tiles, block_fp32},
+    {STEP, TILE_COLS, USUAL_TASKS, pack_bf16, tiles, block_bf16},
+    {STEP, TILE_COLS, USUAL_TASKS, pack_fp16, tiles, block_fp16},
+    {STEP, TILE_COLS, USUAL_TASKS, pack_fp32, tiles, block_fp32},
 };
 #endif

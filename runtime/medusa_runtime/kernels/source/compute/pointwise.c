@@ -6,7 +6,7 @@
 #include "exponential.h"
 #include "parallel.h"
 #include "pointwise.h"
-#include "simd.h"
+#include "stored.h"
 
 enum { TICKET = 1 << 15 }; /* elements: some 10 µs of work, below which waking threads costs more than it brings */
 
@@ -29,38 +29,6 @@ static void spread_rows(void (*rows)(const void *, long, long), const void *job,
 {
     struct run run = {.rows = rows, .job = job, .count = count, .step = TICKET / size + 1};
     medusa_spread(take_rows, &run, count > run.step ? threads : 1);
-}
-
-INLINE vf load(const char *p, const int dtype)
-{
-    if (dtype == DTYPE_FP32)
-        return LOAD((const float *)p);
-    if (dtype == DTYPE_FP16)
-        return WIDEN_HALF(p);
-    return WIDEN_BF16(p);
-}
-
-INLINE void store(char *p, vf v, const int dtype)
-{
-    if (dtype == DTYPE_FP32) {
-        STORE((float *)p, v);
-        return;
-    }
-    if (dtype == DTYPE_FP16) {
-        STORE_HALF(p, v);
-        return;
-    }
-    store_bf16(p, v);
-}
-
-/* Round v as if it had been stored and loaded again. */
-INLINE vf rounded(vf v, const int dtype)
-{
-    if (dtype == DTYPE_FP32)
-        return v;
-    if (dtype == DTYPE_FP16)
-        return ROUND_TO_HALF(v);
-    return AS_FLOAT(SHIFT_LEFT_16(bf16_bits(v)));
 }
 
 /* Sizes are multiples of LANES: pointwise.py and recording.py check it. */
