@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -157,3 +158,38 @@ def test_what_a_lost_worker_had_is_computed_again(gpu: Any, group: Callable[...,
     assert [answer.tokens for answer in answers] == expected
     assert answers[4].last.cached_tokens == 0
     assert running.tokens == alone.ask(PROMPTS[2], max_tokens=300).tokens
+
+
+@pytest.mark.parametrize("ends", ["lost", "consolidated"])
+def test_a_prompt_that_waits_with_what_it_found_finds_nothing_once_that_is_lost(
+    ends: str, group: Callable[..., Group], serve: Any
+) -> None:
+    made = group("0:2", "2:4", kv_cache_mb=1).start()
+    made.wait_full()
+    engine, waited = made.leader.engine, threading.Event()
+    scheduler = engine._scheduler
+    schedule = scheduler.schedule
+
+    def observed(*arguments: Any) -> Any:
+        spans = schedule(*arguments)
+        if not waited.is_set() and any(sequence.blocks for sequence in scheduler.waiting):
+            waited.set()
+            if ends == "lost":
+                engine._inbox.post(lambda: engine._fall_back("a worker is lost"))
+            else:
+                engine.consolidate()
+        return spans
+
+    scheduler.schedule = observed
+    ended = [*range(10, 210), *range(10, 210)]
+    made.leader.ask(ended, max_tokens=1).wait()
+    running = [made.leader.ask([number] * 160, max_tokens=40) for number in (7, 8, 9)]
+    for answer in running:
+        answer.next()
+    waiting = made.leader.ask([*ended, *[5] * 100], max_tokens=8)
+    answers = [answer.tokens for answer in (*running, waiting)]
+    assert waited.is_set()
+    assert not made.formed
+    alone = serve(prefix_cache_mb=0)
+    assert answers[3] == alone.ask([*ended, *[5] * 100], max_tokens=8).tokens
+    assert answers[:3] == [alone.ask([number] * 160, max_tokens=40).tokens for number in (7, 8, 9)]

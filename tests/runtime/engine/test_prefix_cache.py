@@ -218,6 +218,23 @@ def test_forgotten_prefixes_are_computed_again() -> None:
     assert run(made) == [("running", 41, 42), ("alike", 32, 40), ("again", 0, 40)]
 
 
+def test_a_prompt_that_waits_for_room_loses_forgotten_prefixes_too() -> None:
+    made = scheduler(blocks=8, kept=8, tokens=200)
+    made.add(sequence("gone", [*range(70)]))
+    run(made)
+    made.remove(made.running[0])
+    made.add(sequence("running", [*range(100, 130)]))
+    run(made)
+    made.add(sequence("waiting", [*range(130)]))
+    assert run(made) == [("running", 30, 31)]
+    made.forget_prefixes()
+    assert not made.waiting[0].computed
+    made.remove(made.running[0])
+    made.remove(made.waiting[0])
+    made.add(sequence("again", [*range(70)]))
+    assert run(made) == [("again", 0, 70)]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_every_shared_block_holds_what_it_should(seed: int) -> None:
     """Sequences come, run, end, are preempted and lose everything, at random.

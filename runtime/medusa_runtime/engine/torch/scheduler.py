@@ -106,6 +106,8 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Forget what is in the blocks, but for what running sequences have computed."""
         if self._prefixes is not None:
+            for sequence in self.waiting:  # one that waits for more blocks may have some that it has found
+                self._free(sequence)
             self._prefixes.forget()
 
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
@@ -122,6 +124,9 @@ class Scheduler:
             if taken is None:
                 return
             sequence.blocks += taken
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
+                self.cached_tokens += sequence.computed
             self.running.append(self.waiting.popleft())
             budget -= self._prefill(sequence, budget, prefills)
 
@@ -143,9 +148,6 @@ class Scheduler:
         self._pool.share(found)
         sequence.blocks += found
         sequence.computed = cached
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = cached
-            self.cached_tokens += cached
         return True
 
     def _prefill(self, sequence: Sequence, budget: int, prefills: list[Span]) -> int:
@@ -183,7 +185,7 @@ class Scheduler:
     def _allocate(self, count: int, keep: Sequence | None = None) -> list[int] | None:
         """Take blocks from the pool, if necessary from waiting sequences; None if there are too few.
 
-        A waiting sequence has blocks if its KV cache was imported. ``keep`` keeps its own.
+        A waiting sequence has blocks if it has found some, but too few others were free. ``keep`` keeps its own.
         """
         while (taken := self._pool.allocate(count)) is None:
             holders = [sequence for sequence in self.waiting if sequence.blocks and sequence is not keep]
