@@ -19,7 +19,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.engine import step_error
-from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, blocks_for
 from medusa_runtime.errors import DeviceError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -39,10 +39,14 @@ _PLAN_S = 0.25  # between two readings of the group's file
 
 
 class InFlightStep(NamedTuple):
-    """A step whose tokens have not arrived yet. ``ends`` are the sequences that get a token in it."""
+    """A step whose tokens have not arrived yet. ``ends`` are the sequences that get a token in it.
+
+    ``blocks`` are those that it writes to. Others may share them, also when the sequences of the step have ended.
+    """
 
     spans: list[Span]
     ends: list[Sequence]
+    blocks: frozenset[int]
     began_ns: int
 
 
@@ -236,7 +240,10 @@ class Leader(WorkerEngine):
         self._next_step += 1
         self._throttle.note_step(prompts=has_prompts(spans))
         ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
-        self._in_flight[step] = InFlightStep(spans, ends, time.monotonic_ns())
+        blocks = frozenset(
+            block for one, start, stop in spans for block in one.blocks[start // BLOCK_TOKENS : blocks_for(stop)]
+        )
+        self._in_flight[step] = InFlightStep(spans, ends, blocks, time.monotonic_ns())
         self._busy.update(span.sequence for span in spans)
         message = json_message(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
         try:
@@ -316,11 +323,10 @@ class Leader(WorkerEngine):
         self._consolidation.begin(self._scheduler.running, self._computed_by_all)
 
     def _computed_by_all(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence have keys and values in every worker."""
-        for in_flight in self._in_flight.values():
-            for span in in_flight.spans:
-                if span.sequence is sequence:
-                    return min(span.start, sequence.computed)
+        """Return how many tokens of a sequence have keys and values in every worker, in whole blocks if not all."""
+        for number, block in enumerate(sequence.blocks[: blocks_for(sequence.computed)]):
+            if any(block in in_flight.blocks for in_flight in self._in_flight.values()):
+                return number * BLOCK_TOKENS
         return sequence.computed
 
     def _gathered(self, error: MedusaError | None) -> None:

@@ -172,3 +172,34 @@ def test_what_ended_requests_left_in_other_workers_is_not_used(
     assert [answer.tokens for answer in again] == expected
     assert [answer.last.cached_tokens for answer in again] == [0, 96]  # what ran was gathered
     assert running.last.completion_tokens == 300
+
+
+def test_a_shared_block_is_gathered_once_all_workers_have_computed_it(
+    group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt goes on behind another one whose step is still under way, and which ends with that step."""
+    prompt = [*range(20, 120)]
+    expected = serve().ask([*prompt, 5, 6, 7], max_tokens=20).tokens
+    made = group("0:2", "2:4").start()
+    made.wait_full()
+    goes_on = threading.Event()
+    runner = made.workers[1].engine.runner
+    forward = runner.forward
+
+    def held(*arguments: Any) -> Any:
+        goes_on.wait(20)
+        return forward(*arguments)
+
+    monkeypatch.setattr(runner, "forward", held)
+    engine = made.leader.engine
+    ended = made.leader.ask(prompt, max_tokens=1)
+    until(lambda: len(engine._in_flight) == 1)
+    answer = made.leader.ask([*prompt, 5, 6, 7], max_tokens=20)
+    until(lambda: len(engine._in_flight) == 2)
+    engine.consolidate()
+    until(lambda: (found := engine._consolidation) is not None and found._rounds and not found._round)
+    goes_on.set()
+    assert answer.last.cached_tokens == 96
+    assert len(ended.tokens) == 1
+    consolidated(made)
+    assert answer.tokens == expected
