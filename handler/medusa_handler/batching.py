@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from .caller import common_caller, current_caller
 from .contract import HttpError
 from .disconnection import current_disconnect_check
 
@@ -71,6 +72,7 @@ class _PendingItem:
     def __init__(self, item: Any) -> None:
         self.item = item
         self._is_disconnected = current_disconnect_check.get(lambda: False)
+        self.caller = current_caller.get()
         self.arrived_at = time.monotonic()
         self.done = False
         self.result: Any = None
@@ -129,6 +131,7 @@ class _ThreadBatcher:
             del self._waiting[: self._max_size]
             self._running = True
         token = current_disconnect_check.set(lambda: all(entry.is_given_up() for entry in entries))
+        caller = current_caller.set(common_caller(entry.caller for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _as_list(run([entry.item for entry in entries]), len(entries))
@@ -138,6 +141,7 @@ class _ThreadBatcher:
                 raise
         finally:
             current_disconnect_check.reset(token)
+            current_caller.reset(caller)
             with self._changed:
                 _distribute(entries, results)
                 self._running = False
@@ -202,6 +206,7 @@ class _AsyncBatcher:
             self._task = None
             return
         token = current_disconnect_check.set(lambda: all(entry.is_given_up() for entry in entries))
+        caller = current_caller.set(common_caller(entry.caller for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _as_list(await run([entry.item for entry in entries]), len(entries))
@@ -211,6 +216,7 @@ class _AsyncBatcher:
                 raise
         finally:
             current_disconnect_check.reset(token)
+            current_caller.reset(caller)
             _distribute(entries, results)
             for _, done in taken:
                 if not done.done():

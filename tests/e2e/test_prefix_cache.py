@@ -53,9 +53,38 @@ def test_callers_share_with_themselves_and_with_those_who_know_the_salt(
         for wrong in ("", 7, "x" * 1025, ["a"]):
             with pytest.raises(openai.BadRequestError, match="cache_salt: expected a text of 1 to 1024 characters"):
                 completion(one, cache_salt=wrong)
+    assert counted(serving) == 5 * whole
+
+
+def counted(serving: Any) -> int:
+    """The tokens of all prompts that were found."""
     lines = serving.exchange("GET", "/metrics", headers={"Authorization": "Bearer one"}).body.decode().splitlines()
-    [counted] = [line for line in lines if line.startswith("medusa_engine_cached_tokens_total")]
-    assert float(counted.split()[-1]) == 5 * whole
+    [found] = [line for line in lines if line.startswith("medusa_engine_cached_tokens_total")]
+    return int(float(found.split()[-1]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream", "async", "batch"])
+def test_a_functions_callers_share_with_themselves(kind: str, start: Start, example: Path, tmp_path: Path) -> None:
+    keys, code = tmp_path / "keys", tmp_path / "handler.py"
+    keys.write_text("one\nother\n")
+    code.write_text(
+        "from medusa_handler import batch\n\n\n"
+        "def plain(request, context):\n    return context.model.generate(request.body, max_tokens=1)\n\n\n"
+        "def stream(request, context):\n    yield from context.model.stream(request.body, max_tokens=1)\n\n\n"
+        "async def later(request, context):\n    return context.model.generate(request.body, max_tokens=1)\n\n\n"
+        "class Batch:\n    def load(self, context):\n        self.model = context.model\n\n"
+        "    @batch(max_size=4, max_wait_ms=0)\n    def predict(self, requests):\n"
+        "        return [self.model.generate(request.body, max_tokens=1) for request in requests]\n"
+    )
+    name = {"async": "later", "batch": "Batch"}.get(kind, kind)
+    serving = start("--model", example, "--handler", f"{code}:{name}", "--api-key-file", keys)
+    found = []
+    for key in ("one", "other", "other"):
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "text/plain"}
+        assert serving.exchange("POST", "/", QUESTION.encode(), headers=headers).status == 200
+        found.append(counted(serving))
+    assert found[:2] == [0, 0]
+    assert found[2] > 32
 
 
 def test_every_interface_says_what_was_found(start: Start, example: Path) -> None:

@@ -11,7 +11,7 @@ from ..contract import Request
 from ..contract import Response as UserResponse
 from ..faults import ApiError
 from .body import current_request, refuse_encoded, refuse_pages_unasked
-from .environ import ARRIVAL
+from .environ import ARRIVAL, CALLER
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -83,7 +83,7 @@ def _add_function(routes: Blueprint, service: Service, function: UserFunction, r
             arrived = request.environ.get(ARRIVAL, 0)
             service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
             try:
-                result = function.call(user_request, is_disconnected)
+                result = function.call(user_request, is_disconnected, request.environ.get(CALLER))
                 response = respond(
                     service, result if send is None else send(user_request, result), user_request, is_disconnected
                 )
@@ -114,12 +114,12 @@ def _early_stream(
     """
     from .function_response import Events, respond
 
-    arrived = request.environ.get(ARRIVAL, 0)
+    arrived, caller = request.environ.get(ARRIVAL, 0), request.environ.get(CALLER)
 
     def events() -> Iterator[Any]:
         service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
         try:
-            result, send = function.call(user_request, is_disconnected), service.platform.translate_result
+            result, send = function.call(user_request, is_disconnected, caller), service.platform.translate_result
             if isinstance(result := result if send is None else send(user_request, result), Iterator):
                 yield from result
                 return

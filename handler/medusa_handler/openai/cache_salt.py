@@ -1,12 +1,10 @@
-"""Who shares the keys and values of prompts: the callers that have the same token, or those that name the same salt.
-
-How long a first token takes says whether somebody has sent the beginning of a prompt before.
-"""
+"""Who shares the keys and values of prompts: the requests with the same token, or those that name the same salt."""
 
 from __future__ import annotations
 
 from flask import has_request_context, request
 
+from ..caller import caller_salt
 from ..faults import invalid
 from ..http.environ import CALLER
 from .body.parameters import Body
@@ -18,8 +16,7 @@ def cache_salt(body: Body) -> str | None:
     """Return a request's own salt, or its caller's; None where requests need no token. Raises ApiError 400."""
     given = body.get("cache_salt")
     if given is None:
-        caller = request.environ.get(CALLER) if has_request_context() else None
-        return None if caller is None else f"caller {caller}"
+        return caller_salt(request.environ.get(CALLER) if has_request_context() else None)
     if not isinstance(given, str) or not 1 <= len(given) <= _MOST_CHARACTERS:
         raise invalid("cache_salt", f"a text of 1 to {_MOST_CHARACTERS} characters", given)
     return f"salt {given}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import HandlerError, MedusaError, WeightsError
 
+from ..caller import current_caller
 from ..contract import Context, Request
 from ..disconnection import current_disconnect_check
 from .code import UserCode
@@ -116,9 +117,13 @@ class UserFunction:
             error = WeightsError(f"a module's weights could not be loaded: {type(error).__name__}: {error}")
         self._fail(error)
 
-    def call(self, request: Request, is_disconnected: Callable[[], bool]) -> Any:
-        """Call the function, as ``UserCode.call`` does. When the client leaves, its calls of ``context.model`` end."""
+    def call(self, request: Request, is_disconnected: Callable[[], bool], caller: str | None = None) -> Any:
+        """Call the function, as ``UserCode.call`` does. When the client leaves, its calls of ``context.model`` end.
+
+        These share what is computed of their prompts with other calls for the same ``caller``.
+        """
         current_disconnect_check.set(is_disconnected)
+        current_caller.set(caller)
         return self._code.call(request, is_disconnected)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import EmbedOptions, EngineInfo, GenerateRequest, SamplingParams
 
+from ..caller import caller_salt, current_caller
 from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
@@ -88,7 +89,9 @@ class Model:
     def _stream(
         self, prompt: str | tuple[int, ...], params: SamplingParams, *, add_special_tokens: bool
     ) -> Iterator[str]:
-        request = GenerateRequest(f"fn-{os.urandom(16).hex()}", prompt, params, add_special_tokens)
+        salt = caller_salt(current_caller.get())
+        name = f"fn-{os.urandom(16).hex()}"
+        request = GenerateRequest(name, prompt, params, add_special_tokens, cache_salt=salt)
         with Generation(self._served, [request], _is_disconnected()) as generation:
             for item in generation.events():
                 if item is not None and item.value.text:
