@@ -79,6 +79,11 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     quantization: Quantization | None = None
 
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """Whether a token's key depends on how long its sequence is, and not only on what comes before the token."""
+        return False
+
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         """Read this family's configuration from the fields of a config.json; see ``registry.model_config``."""

@@ -111,7 +111,7 @@ class TorchEngine:
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
             most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
-            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb),
+            prefixes=None if config.keys_depend_on_length else prefix_cache(self._cache, settings.prefix_cache_mb),
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)
