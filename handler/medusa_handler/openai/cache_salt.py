@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flask import has_request_context, request
+from flask import request
 
 from ..caller import caller_salt
 from ..faults import invalid
@@ -16,7 +16,7 @@ def cache_salt(body: Body) -> str | None:
     """Return a request's own salt, or its caller's; None where requests need no token. Raises ApiError 400."""
     given = body.get("cache_salt")
     if given is None:
-        return caller_salt(request.environ.get(CALLER) if has_request_context() else None)
+        return caller_salt(request.environ.get(CALLER))
     if not isinstance(given, str) or not 1 <= len(given) <= _MOST_CHARACTERS:
         raise invalid("cache_salt", f"a text of 1 to {_MOST_CHARACTERS} characters", given)
     return f"salt {given}"
