@@ -146,6 +146,7 @@ def test_the_limited_origin_serves_ranges_and_delays_some(tmp_path: Path) -> Non
         assert [server.is_late() for _ in range(7)] == [False, False, True, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "1", "--gates", "3"]

@@ -48,7 +48,9 @@ def stats(made: Group) -> dict[str, Any]:
     return made.leader.engine.stats()
 
 
-@pytest.mark.parametrize(("params", "gpu"), [({}, None), (SEEDED, None), (SEEDED, host_gpu)])
+@pytest.mark.parametrize(
+    ("params", "gpu"), [({}, None), (SEEDED, None), pytest.param(SEEDED, host_gpu, marks=pytest.mark.slow)]
+)
 def test_tokens_are_those_of_one_engine_whatever_it_has_loaded(
     params: dict[str, Any], gpu: Any, slow: SlowRegion, three: Callable[..., Group], serve: Any
 ) -> None:
