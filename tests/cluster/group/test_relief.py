@@ -31,17 +31,21 @@ def three(pair: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> Callab
         made = pair(mode="disaggregated", instances=3, relieves=True, **settings)
         source: Any = made.leader.engine
         until(lambda: sorted((one.loading, one.relieves) for one in source._pairs) == [(False, False), (True, True)])
-        model = made.workers[1].engine._model
-        run_layers = model.run_layers
-
-        def run_slowly(*args: Any) -> Any:
-            time.sleep(0.01)
-            return run_layers(*args)
-
-        monkeypatch.setattr(model, "run_layers", run_slowly)
+        slow_down(made.workers[1].engine, monkeypatch)
         return made
 
     return make
+
+
+def slow_down(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine be busy for so long that others get something to do."""
+    run_layers = engine._model.run_layers
+
+    def run_slowly(*args: Any) -> Any:
+        time.sleep(0.01)
+        return run_layers(*args)
+
+    monkeypatch.setattr(engine._model, "run_layers", run_slowly)
 
 
 def stats(made: Group) -> dict[str, Any]:
@@ -155,16 +159,25 @@ def _partner(made: Group, rank: int) -> TcpChannel:
     )  # fmt: skip
 
 
-def test_one_that_relieves_and_hands_over_nonsense_costs_no_token(group: Callable[..., Group], serve: Any) -> None:
-    expected = [serve().ask(prompt, max_tokens=8).tokens for prompt in PROMPTS[:20]]
+def test_one_that_relieves_and_hands_over_nonsense_costs_no_token(
+    group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=8).tokens for prompt in PROMPTS[:20]]
     made = group("0:4", "0:4", "0:4", mode="disaggregated")
     source: Any = made.add(0, layers=None).engine
     channel, number = _partner(made, 1), source.plan.number
     until(lambda: stats(made)["paired"] == 1)
-    channel.send(json_message(Kind.HEARTBEAT, number, {"loading": True, "relieves": True}))
+    alive = json_message(Kind.HEARTBEAT, number, {"loading": True, "relieves": True})
+    channel.send(alive)
     until(lambda: source._pairs[0].relieves)
-    made.add(1, layers=None)
-    until(lambda: sorted(one.loading for one in source._pairs) == [False, True])
+    slow_down(made.add(1, layers=None).engine, monkeypatch)
+
+    def are_there() -> bool:
+        channel.send(alive)  # a start may take longer than a partner may be silent
+        return sorted(one.loading for one in source._pairs) == [False, True]
+
+    until(are_there)
     answers = [made.leader.ask(prompt, max_tokens=8) for prompt in PROMPTS[:20]]
     while (message := channel.receive()) is not None and message.kind is not Kind.PULL:
         if message.kind is Kind.OFFER:
