@@ -1,4 +1,4 @@
-"""Who shares the keys and values of prompts: the requests of one caller, which have the same token.
+"""The caller of a request, known by its token. Only requests of one caller share the keys and values of prompts.
 
 How long a first token takes says whether somebody has sent the beginning of a prompt before.
 """

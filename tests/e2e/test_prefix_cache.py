@@ -91,6 +91,7 @@ def test_every_interface_says_what_was_found(start: Start, example: Path) -> Non
     serving = start("--model", example)
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     url = f"http://127.0.0.1:{serving.port}"
+    greedy = {"temperature": 0}
     with client_of(serving, "none") as client, anthropic.Anthropic(base_url=url, api_key="none") as claude:
         model = client.models.list().data[0].id
         chat = client.chat.completions.create(model=model, messages=messages, **ANSWER)
@@ -104,10 +105,10 @@ def test_every_interface_says_what_was_found(start: Start, example: Path) -> Non
         assert cached(turn.usage) >= whole
         response = client.responses.create(model=model, input=QUESTION, max_output_tokens=4)
         assert response.usage.input_tokens_details.cached_tokens >= 32
-        message = claude.messages.create(model=model, messages=messages[:1], max_tokens=4)
+        message = claude.messages.create(model=model, messages=messages[:1], max_tokens=4, extra_body=greedy)
         assert message.usage.cache_read_input_tokens == whole
         assert message.usage.input_tokens == chat.usage.prompt_tokens - whole
-        with claude.messages.stream(model=model, messages=messages[:1], max_tokens=4) as stream:
+        with claude.messages.stream(model=model, messages=messages[:1], max_tokens=4, extra_body=greedy) as stream:
             assert stream.get_final_message().usage == message.usage
     assert serving.stop() == 0
 

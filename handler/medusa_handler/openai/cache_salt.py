@@ -1,4 +1,4 @@
-"""Who shares the keys and values of prompts: the requests with the same token, or those that name the same salt."""
+"""The salt of a request, from its field or its token. Only requests with the same one share keys and values."""
 
 from __future__ import annotations
 

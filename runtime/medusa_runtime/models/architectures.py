@@ -56,10 +56,13 @@ def classifying_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Such a model is called Qwen3ForSequenceClassification, and is a Qwen3ForCausalLM with another head.
     """
-    whole = dict(raw) | {"architectures": [name.replace(CLASSIFIER, "ForCausalLM") for name in _named(raw)[:1]]}
-    if whole["architectures"] == _named(raw)[:1] or not whole["architectures"] or not has_family(whole):
+    names = _named(raw)
+    if not names or not names[0].endswith(CLASSIFIER):
         return None
-    return None if ARCHITECTURES[architecture_of(whole)].startswith(_OWN_CLASSIFIERS) else whole
+    whole = dict(raw) | {"architectures": [names[0].removesuffix(CLASSIFIER) + "ForCausalLM"]}
+    if not has_family(whole) or ARCHITECTURES[architecture_of(whole)].startswith(_OWN_CLASSIFIERS):
+        return None
+    return whole
 
 
 def _named(raw: Mapping[str, Any]) -> list[str]:

@@ -81,7 +81,7 @@ class ModelConfig:
 
     @property
     def keys_depend_on_length(self) -> bool:
-        """Whether a token's key depends on how long its sequence is, and not only on what comes before the token."""
+        """True if a token's key depends on the length of its sequence, and so on tokens behind it, too."""
         return False
 
     @classmethod

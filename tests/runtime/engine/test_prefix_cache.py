@@ -1,4 +1,4 @@
-"""What earlier requests have computed of a prompt: who finds it, for how long, and that it is the right thing."""
+"""Prefix caching: which sequences find what earlier ones have computed, for how long, and that it is theirs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_no_more_is_kept_than_may_be() -> None:
         made.add(one)
         run(made)
         made.remove(one)
-        assert made._pool.kept <= 5
+        assert len(made._pool._kept) <= 5
         assert made._pool.used == 0
         assert made._pool.free == 100
     assert made._pool._fresh <= 4 + 5  # so many blocks have ever taken memory

@@ -57,15 +57,16 @@ def build_encoder(
     Without a ``dtype``, it computes in the weights' own.
     """
     raw = read_config_json(read)
-    if (decoder := embedding_decoder(raw, read)) is not None:
-        config = model_config(with_dtype(decoder, index))
-        embedder = DecoderEmbedder(config if dtype is None else replace(config, dtype=dtype))
-        return embedder, embedder.applier()
-    if (decoder := classifying_decoder(raw)) is not None:
+    pooled = embedding_decoder(raw, read)
+    if (decoder := pooled or classifying_decoder(raw)) is not None:
         config = model_config(with_dtype(decoder, index))
         config = config if dtype is None else replace(config, dtype=dtype)
-        classifier = DecoderClassifier(config, raw, _labels(index, config.hidden_size))
-        return classifier, classifier.applier()
+        reader = (
+            DecoderEmbedder(config)
+            if pooled is not None
+            else DecoderClassifier(config, raw, _labels(index, config.hidden_size))
+        )
+        return reader, reader.applier()
     dtype = dtype or DTYPES[weights_dtype(index)]
     if is_encoder(raw):
         with skeleton():

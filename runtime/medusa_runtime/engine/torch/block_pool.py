@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """What a block holds. No two contents of a pool have the same ``number``, not even one after the other."""
+    """A block, and the ``number`` of what it holds, which is never used for something else."""
 
     block: int
     number: int
@@ -42,11 +42,6 @@ class BlockPool:
     @property
     def used(self) -> int:
         return len(self._users)
-
-    @property
-    def kept(self) -> int:
-        """The number of free blocks that are kept."""
-        return len(self._kept)
 
     def limit(self, blocks: int) -> None:
         """Reduce the pool to at most this many blocks. Call it before any block has been taken."""
