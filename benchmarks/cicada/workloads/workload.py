@@ -171,11 +171,11 @@ def _decoder(name: str, shape: Shape) -> Workload:
 
     def forward(model: Any, ids: Tensor) -> Tensor:
         positions = torch.arange(count)
-        hidden = model.run_layers(model.embed(ids, positions), positions, CausalAttention(count))
+        hidden = model.run_layers(model.embed(ids, positions), positions, CausalAttention())
         return torch.as_tensor(model.logits(hidden[-1:]))
 
     def embed(module: nn.Module, ids: Tensor) -> Any:
-        positions, attention = torch.arange(count), CausalAttention(count)
+        positions, attention = torch.arange(count), CausalAttention()
         hidden = module(ids)
         context = frame.prepare(hidden, positions, attention)
         return SimpleNamespace(hidden=hidden, positions=positions, attention=attention, context=context, tied=module)

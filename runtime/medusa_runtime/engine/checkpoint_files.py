@@ -17,17 +17,21 @@ _HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")  # t
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 
 
-def read_config(read: ReadFile, index: WeightIndex, dtype: str = "auto") -> ModelConfig:
+def read_config(
+    read: ReadFile, index: WeightIndex, dtype: str = "auto", max_model_len: int | None = None
+) -> ModelConfig:
     """Read config.json. Raises MismatchError if there is none, CorruptError, and what ``model_config`` raises.
 
     ``dtype`` is the setting: a name that config.json may have, too, or "auto" for what it has. A config without any
-    gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
+    gets the weights' dtype: the usual default, float32, would double a bf16 model's memory. ``max_model_len`` is the
+    setting, too.
     """
     raw = with_dtype(read_config_json(read), index)
     if _has_own_head(index):
         raw["tie_word_embeddings"] = False
     config = model_config(raw)
-    return config if dtype == "auto" else replace(config, dtype=DTYPES[dtype])
+    chosen = config.dtype if dtype == "auto" else DTYPES[dtype]
+    return replace(config, dtype=chosen, max_model_len=max_model_len)
 
 
 def with_dtype(raw: dict[str, Any], index: WeightIndex) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def check_tokenizer(read: ReadFile) -> None:
 def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
     from .checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
 
-    config = read_config(read, index, settings.dtype)
+    config = read_config(read, index, settings.dtype, settings.max_model_len)
     if settings.device == "cuda":
         check_for_gpu(config)
     read_eos_token_ids(read, config)

@@ -38,11 +38,7 @@ def require_causal(fields: Fields) -> None:
 
 
 class Attention(Protocol):
-    """Attention over the tokens of this step and of earlier steps. The engine owns the cache behind it.
-
-    An implementation may have an attribute ``lengths`` [tokens], the length of each token's sequence after this step.
-    Only dynamic rope scaling reads it.
-    """
+    """Attention over the tokens of this step and of earlier steps. The engine owns the cache behind it."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the new tokens in one layer.
@@ -60,6 +56,7 @@ class ModelConfig:
 
     ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
     when the model runs with transformers' code, and ``has_experts`` when its tokens choose among parts of it.
+    ``max_model_len`` is the longest sequence that the engine takes, or None for one of ``max_positions``.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -78,11 +75,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
     quantization: Quantization | None = None
-
-    @property
-    def keys_depend_on_length(self) -> bool:
-        """True if a token's key depends on the length of its sequence, and so on tokens behind it, too."""
-        return False
+    max_model_len: int | None = None
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:

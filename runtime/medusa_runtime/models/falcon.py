@@ -132,7 +132,7 @@ class Falcon(DecoderModel):
         return cast(Tensor, self.word_embeddings(token_ids))
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Rotation:
-        return self.rope.rotation(positions, hidden.dtype, getattr(attention, "lengths", None))
+        return self.rope.rotation(positions, hidden.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.lm_head(self.ln_f(hidden)))

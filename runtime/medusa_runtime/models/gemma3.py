@@ -126,8 +126,7 @@ class Gemma3(Llama):
         return embedded * torch.tensor(self.config.hidden_size**0.5, dtype=embedded.dtype)  # rounded, as in training
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
-        lengths = getattr(attention, "lengths", None)
-        return tuple(rope.rotation(positions, hidden.dtype, lengths) for rope in (self.rope, self.local_rope))
+        return tuple(rope.rotation(positions, hidden.dtype) for rope in (self.rope, self.local_rope))
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, bound = super().logits(hidden), self.config.softcap

@@ -209,7 +209,7 @@ class Llama(DecoderModel):
         return cast(Tensor, self.embed_tokens(token_ids))
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Rotation:
-        return self.rope.rotation(positions, hidden.dtype, getattr(attention, "lengths", None))
+        return self.rope.rotation(positions, hidden.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.lm_head(self.norm(hidden)))

@@ -127,18 +127,6 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, serv
     assert [answer.tokens for answer in answers] == [expected(model, prompt) for prompt in PROMPTS]
 
 
-def test_keys_that_depend_on_the_length_are_not_shared(tmp_path: Path, serve: Callable[..., Served]) -> None:
-    """A rope with other frequencies for prompts of more than 24 tokens; a short prompt, and a long one behind it."""
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    original = {"original_max_position_embeddings": 24}
-    model = write("phi3", tmp_path, sliding_window=None, rope_parameters=rope | original, **original)
-    served = serve(tmp_path)
-    for prompt in ([*range(5, 23)], [*range(5, 45)], [*range(5, 46)]):
-        answer = served.ask(prompt, max_tokens=4, logit_bias={2: -100.0})
-        assert answer.tokens == expected(model, prompt, 4)
-        assert not answer.last.cached_tokens
-
-
 @pytest.mark.parametrize("case", QUICK)
 def test_prompts_are_scored_as_by_transformers_in_small_steps(
     case: str, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
@@ -171,7 +159,7 @@ def test_attention_that_the_cache_has_no_room_for_is_refused() -> None:
     module, step = torch.nn.Module(), Step()
     step.kv_heads, step.head_dim = 2, 8
     setattr(module, STEP, step)
-    step.begin(CausalAttention(3))
+    step.begin(CausalAttention())
     module.layer_idx = 0
     key, narrow, wide = (torch.randn(1, 2, 3, size) for size in (8, 6, 12))
     assert attend(module, key, key, narrow)[0].shape == (1, 3, 2, 6)

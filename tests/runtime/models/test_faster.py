@@ -103,7 +103,7 @@ def test_a_model_is_not_taken_for_another_of_its_class(name: str, changes: dict[
         model.module.load_state_dict(theirs.state_dict(), assign=True)
         ids = torch.tensor([5, 17, 2, 88, 41])
         with torch.inference_mode():
-            found = model.run(ids, torch.arange(5), CausalAttention(5), torch.arange(5))
+            found = model.run(ids, torch.arange(5), CausalAttention(), torch.arange(5))
             torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=1e-3, atol=1e-2)
 
 

@@ -78,7 +78,7 @@ def test_sharded_files(tmp_path: Path) -> None:
 def test_layers_run_in_any_range(case: str, tmp_path: Path) -> None:
     reference(case, tmp_path, torch.float32)
     with loaded(tmp_path) as model:
-        positions, attention = torch.arange(len(PROMPT)), CausalAttention(len(PROMPT))
+        positions, attention = torch.arange(len(PROMPT)), CausalAttention()
         hidden = model.embed(torch.tensor(PROMPT), positions)
         whole = model.run_layers(hidden, positions, attention)
         first = model.run_layers(hidden, positions, attention, 0, 1)

@@ -75,7 +75,7 @@ def test_a_head_of_another_name_counts_as_well(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens, places = torch.tensor(PROMPT), torch.arange(len(PROMPT))
     with torch.inference_mode(), loaded(tmp_path) as ours:
-        found = ours.run(tokens, places, CausalAttention(len(PROMPT)), places)
+        found = ours.run(tokens, places, CausalAttention(), places)
         torch.testing.assert_close(found, theirs(tokens[None]).logits[0], rtol=0, atol=1e-4)
 
 

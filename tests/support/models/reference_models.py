@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GATED | scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8, beta_slow=2,
                        mscale=0.7, mscale_all_dim=1.3, truncate=False),
     ),
-    "llama-dynamic": ("Llama", GATED | {"max_position_embeddings": 10} | scaled("dynamic", factor=2.0)),
+    "llama-dynamic": ("Llama", GATED | scaled("dynamic", factor=2.0)),
     "mistral": ("Mistral", GATED | {"sliding_window": None}),
     "mistral-window": ("Mistral", GATED | {"sliding_window": 5}),
     "qwen2": ("Qwen2", GATED),
@@ -167,4 +167,4 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderMo
 def logits(model: DecoderModel, tokens: list[int]) -> Tensor:
     positions = torch.arange(len(tokens))
     hidden = model.embed(torch.tensor(tokens), positions)
-    return model.logits(model.run_layers(hidden, positions, CausalAttention(len(tokens))))
+    return model.logits(model.run_layers(hidden, positions, CausalAttention()))

@@ -17,20 +17,20 @@ class DecodeAttention:
     """The ``Attention`` of a step with one new token for each sequence.
 
     It reads only the tensors it is given, so it can be captured: ``slots`` and ``contexts`` int64 [sequences], and
-    ``tables`` int32 [sequences, blocks]. Dynamic rope scaling reads ``lengths``.
+    ``tables`` int32 [sequences, blocks].
     """
 
     def __init__(self, cache: KvCache, slots: Tensor, contexts: Tensor, tables: Tensor) -> None:
         self._cache = cache
         self._slots = slots
         self._tables = tables
-        self.lengths = contexts
+        self._contexts = contexts
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         """Write the new keys and values, then attend (``Attention`` of models/base.py)."""
         cuda.write_decode_kv(*self._cache.slots[layer], self._slots, k, v)
         keys, values = self._cache.layers[layer]
-        return cuda.paged_decode(q, keys, values, self._tables, self.lengths, scale=scale, window=window)
+        return cuda.paged_decode(q, keys, values, self._tables, self._contexts, scale=scale, window=window)
 
 
 class _Prefill(NamedTuple):
@@ -54,14 +54,14 @@ class GpuAttention:
             singles += 1
         slots = [slot for sequence, start, stop in spans for slot in sequence.slots(start, stop)]
         lengths = [stop for _, start, stop in spans for _ in range(start, stop)]
-        self._slots, self.lengths = torch.tensor([slots, lengths]).to(device, non_blocking=True)
+        self._slots, contexts = torch.tensor([slots, lengths]).to(device, non_blocking=True)
         self._singles = singles
         self._decode: DecodeAttention | None = None
         if singles:
             width = max(len(span.sequence.blocks) for span in spans[:singles])
             rows = [[*span.sequence.blocks, *[0] * (width - len(span.sequence.blocks))] for span in spans[:singles]]
             tables = torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
-            self._decode = DecodeAttention(cache, self._slots[:singles], self.lengths[:singles], tables)
+            self._decode = DecodeAttention(cache, self._slots[:singles], contexts[:singles], tables)
         self._prefills: list[_Prefill] = []
         row = singles
         for sequence, start, stop in spans[singles:]:

@@ -80,14 +80,6 @@ def sizes_for(max_concurrency: int) -> tuple[int, ...]:
     return BATCH_SIZES[: last + 1]
 
 
-def capture_obstacle(model: DecoderModel) -> str | None:
-    """Return the reason why this model's decode steps cannot be captured; None if they can."""
-    rope = getattr(model, "rope", None)
-    if rope is not None and rope.config.kind == "dynamic":
-        return "dynamic rope scaling computes its frequencies on the host"
-    return None
-
-
 class DecodeGraphs:
     """The graphs of one model and its KV cache. Used by the engine's thread only."""
 

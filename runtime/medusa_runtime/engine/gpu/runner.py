@@ -17,7 +17,7 @@ from ..torch.kv_cache import KvCache
 from ..torch.runner import Forward, run_step
 from ..torch.sampler import sample
 from .attention import GpuAttention
-from .decode_graphs import DecodeGraphs, Restorer, capture_obstacle, sizes_for
+from .decode_graphs import DecodeGraphs, Restorer, sizes_for
 from .decode_kernels import DecodeKernels
 from .device import BundledGraphs, Gpu
 from .static_inputs import INPUTS, OUTPUTS
@@ -76,11 +76,8 @@ class GpuRunner:
         if not has_all_layers:
             return
         capturer = gpu.capturer()
-        reason = (
-            capture_obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
-        )
-        if capturer is None or reason is not None:
-            logger.warning("decode steps run without a CUDA graph: %s", reason)
+        if capturer is None:
+            logger.warning("decode steps run without a CUDA graph: there is no attention kernel that can be captured")
             return
         try:
             self.graphs = DecodeGraphs(

@@ -78,7 +78,7 @@ class TorchEngine:
         gpu = self._gpu = gpu or open_gpu(settings, timeline)
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
-            config = read_config(region.file, region.wait_index(), settings.dtype)
+            config = read_config(region.file, region.wait_index(), settings.dtype, settings.max_model_len)
             if gpu is not None:
                 check_for_gpu(config)
         dtype = config.dtype
@@ -111,7 +111,7 @@ class TorchEngine:
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
             most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
-            prefixes=None if config.keys_depend_on_length else prefix_cache(self._cache, settings.prefix_cache_mb),
+            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb),
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)

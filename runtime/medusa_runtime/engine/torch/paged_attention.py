@@ -24,14 +24,11 @@ class PagedAttention:
         slots: list[int] = []
         rows: list[int] = []
         contexts: list[int] = []
-        lengths: list[int] = []
         for row, (sequence, start, stop) in enumerate(spans):
             tables.append(sequence.blocks + [0] * (width - len(sequence.blocks)))
             slots += sequence.slots(start, stop)
             rows += [row] * (stop - start)
             contexts += range(start + 1, stop + 1)
-            lengths += [stop] * (stop - start)
-        self.lengths = torch.tensor(lengths)
         self.slots = torch.tensor(slots)
         self.tables = torch.tensor(tables, dtype=torch.int32)
         self.rows = torch.tensor(rows, dtype=torch.int32)

@@ -42,7 +42,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     """Profile a region's model on this machine's CPU. Raises what an engine would raise for it."""
     if backend(region.file, settings).kind in ("encoder", "classifier"):
         return Profile(_encoder_order(region), None)
-    config = read_config(region.file, region.wait_index(), settings.dtype)
+    config = read_config(region.file, region.wait_index(), settings.dtype, settings.max_model_len)
     dtype = config.dtype
     model = config.model()
     timeline = Timeline.create("profile")
@@ -74,7 +74,7 @@ def _encoder_order(region: Region) -> list[str]:
 
 def _order(model: DecoderModel, loader: Loader, config: ModelConfig) -> list[str]:
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = model.run(token_ids, positions, CausalAttention(_ORDER_TOKENS), positions)
+        logits = model.run(token_ids, positions, CausalAttention(), positions)
         assert logits is not None
         return logits
 

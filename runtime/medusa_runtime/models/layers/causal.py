@@ -15,9 +15,6 @@ from medusa_runtime.kernels.paged import masked_attention
 class CausalAttention:
     """Attention for a forward pass over one whole sequence: the simplest implementation of ``Attention``."""
 
-    def __init__(self, tokens: int) -> None:
-        self.lengths = torch.full((tokens,), tokens)
-
     def attend(
         self,
         layer: int,
@@ -47,10 +44,8 @@ class CausalTexts:
     """Attention for a forward pass over several whole sequences, which have these numbers of tokens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self._each = [CausalAttention(length) for length in lengths]
         self._lengths = list(lengths)
-        self.lengths = torch.cat([one.lengths for one in self._each])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        parts = zip(self._each, *(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([one.attend(layer, *part, **options) for one, *part in parts])
+        parts = zip(*(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([CausalAttention().attend(layer, *part, **options) for part in parts])

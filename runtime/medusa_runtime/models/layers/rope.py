@@ -36,7 +36,8 @@ class RopeConfig:
     """The rope that a config.json describes, with the names used there.
 
     ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head. Frequencies are divided by the
-    ``factors`` of a longrope.
+    ``factors`` of a longrope. Those of a dynamic rope are the default ones: they change behind ``max_positions`` alone,
+    where no engine lets a sequence go.
     """
 
     kind: str
@@ -118,18 +119,12 @@ class Rope:
         self.config = config
         self._frequencies: Tensor | None = None
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
-        """Return the rotation for positions [tokens], computed in fp32 and then rounded to ``dtype``.
-
-        ``lengths`` [tokens] has the length of each token's sequence after this step. Without it, each sequence ends
-        with its token.
-        """
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation for positions [tokens], computed in fp32 and then rounded to ``dtype``."""
         # Made here and not in the constructor, because only the positions show the device.
         frequencies = self._frequencies
         if frequencies is None or frequencies.device != positions.device:
             frequencies = self._frequencies = _frequencies(self.config).to(positions.device)
-        if self.config.kind == "dynamic":
-            frequencies = _dynamic(self.config, positions + 1 if lengths is None else lengths)
         angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.config.attention_factor != 1.0:
@@ -139,13 +134,9 @@ class Rope:
         )
 
 
-def _exponents(config: RopeConfig) -> Tensor:
-    return torch.arange(0, config.size, 2, dtype=torch.float32) / config.size
-
-
 def _frequencies(config: RopeConfig) -> Tensor:
     """Return the frequencies [rotated / 2] in radians per position."""
-    frequencies = 1.0 / (config.theta ** _exponents(config))
+    frequencies = 1.0 / (config.theta ** (torch.arange(0, config.size, 2, dtype=torch.float32) / config.size))
     if config.kind == "linear":
         return frequencies / config.factor
     if config.factors:
@@ -155,14 +146,6 @@ def _frequencies(config: RopeConfig) -> Tensor:
     if config.kind == "yarn":
         return _yarn(config, frequencies)
     return frequencies
-
-
-def _dynamic(config: RopeConfig, lengths: Tensor) -> Tensor:
-    """Return frequencies [tokens, rotated / 2] for lengths [tokens]: NTK-aware scaling that grows with the sequence."""
-    longest = lengths.clamp(min=config.max_positions).to(torch.float64)
-    stretch = config.factor * longest / config.max_positions - (config.factor - 1)
-    base = config.theta * stretch ** (config.size / (config.size - 2))
-    return 1.0 / (base.to(torch.float32).unsqueeze(-1) ** _exponents(config).to(lengths.device))
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:

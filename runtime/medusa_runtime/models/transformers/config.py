@@ -19,8 +19,6 @@ from .catalog import TransformersClass, find_class
 if TYPE_CHECKING:
     from .decoder import TransformersDecoder
 
-_ROPES_OF_LENGTHS = ("longrope", "su", "dynamic")  # su: longrope in the first files of Phi-3
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelConfig):
@@ -32,13 +30,6 @@ class TransformersConfig(ModelConfig):
     is_foreign: ClassVar[bool] = True
     raw: Mapping[str, Any]
     found_class: TransformersClass
-
-    @property
-    def keys_depend_on_length(self) -> bool:
-        """True with ropes that have other frequencies for long sequences, such as that of Phi-3 with 128k tokens."""
-        given = [found for name in ("rope_parameters", "rope_scaling") if isinstance(found := self.raw.get(name), dict)]
-        given += [part for found in given for part in found.values() if isinstance(part, dict)]  # for a kind of layers
-        return any(found.get("rope_type", found.get("type")) in _ROPES_OF_LENGTHS for found in given)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:

@@ -408,17 +408,3 @@ def test_a_process_of_the_agents_writes_no_mark_where_a_function_says(
     region.close()
     assert [path.name for path in named.iterdir()] == ([] if from_agent else [FILE])
     assert (cache / "medusa" / FILE).exists() == from_agent
-
-
-def test_dynamic_rope_is_not_captured() -> None:
-    from medusa_runtime.engine.gpu.decode_graphs import capture_obstacle
-    from medusa_runtime.models import model_config
-
-    raw = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
-        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
-    }  # fmt: skip
-    assert "dynamic rope" in str(capture_obstacle(model_config(raw).model()))
-    del raw["rope_scaling"]
-    assert capture_obstacle(model_config(raw).model()) is None
