@@ -19,15 +19,16 @@ _MATERIALIZE_TIMEOUT_S = 3600.0
 class Bundled:
     """Folders with links to a checkpoint's files and a state bundle beside them. Each is made at its first use."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
+    def __init__(self, command: list[str], engine: str) -> None:
+        self._command = [*command, "materialize", "--engine", engine, "--starts", "0"]
         self._scratch = tempfile.TemporaryDirectory(prefix="medusa-bench-bundle-")
         self._made: dict[str, Path] = {}
 
-    def of(self, folder: str) -> str:
+    def of(self, folder: str, *flags: str) -> str:
         """Return the folder with links and a bundle for a checkpoint's folder. The first call takes a minute or more.
 
-        Raises MedusaError when `medusa materialize` fails, with what it printed.
+        ``flags`` are further ones of `medusa materialize`, the same in all calls. Raises MedusaError when that fails,
+        with what it printed.
         """
         if folder not in self._made:
             place = Path(self._scratch.name) / str(len(self._made))
@@ -35,7 +36,7 @@ class Bundled:
             for file in Path(folder).iterdir():
                 if file.is_file():
                     (place / file.name).symlink_to(file)
-            command = [*self._command, "materialize", "--model", str(place), "--engine", "vllm", "--starts", "0"]
+            command = [*self._command, "--model", str(place), *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_MATERIALIZE_TIMEOUT_S)
             if done.returncode:
                 raise MedusaError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-800:]}")
@@ -73,7 +74,7 @@ class Compiled(_Bundled, PrewarmedMedusa):
 
     def __init__(self, *, name: str, python: str) -> None:
         super().__init__("vllm", name=name, python=python)
-        self.bundled = Bundled(self.command)
+        self.bundled = Bundled(self.command, "vllm")
 
 
 class ResumedCompiled(_Bundled, ResumedMedusa):
@@ -81,7 +82,7 @@ class ResumedCompiled(_Bundled, ResumedMedusa):
 
     def __init__(self, *, name: str, python: str) -> None:
         super().__init__("vllm", name=name, python=python)
-        self.bundled = Bundled(self.command)
+        self.bundled = Bundled(self.command, "vllm")
 
 
 def check_attached(name: str, sample: Sample) -> None:

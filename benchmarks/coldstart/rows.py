@@ -11,6 +11,7 @@ from medusa_adapters.report.labels import Label, Labels
 from benchmarks.coldstart.compiled import Compiled, ResumedCompiled
 from benchmarks.coldstart.node_start import NodeStart
 from benchmarks.coldstart.others import Script, transformers
+from benchmarks.coldstart.recorded import Recorded
 from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 
 # vllm imports its parts only when they are used, so one of them is named.
@@ -22,6 +23,7 @@ ROWS: dict[str, ContestantFactory] = {
     "vllm-snapshot-any": lambda python: ResumedMedusa(
         "vllm", name="vllm-snapshot-any", python=python, flags=EAGER, tokenizer=False
     ),
+    "torch-prompts": lambda _: Recorded(name="torch-prompts"),
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
     "vllm-snapshot-compiled": lambda python: ResumedCompiled(name="vllm-snapshot-compiled", python=python),
     "torch-node": lambda _: NodeStart("torch", name="torch-node"),
@@ -40,6 +42,9 @@ LABELS: Labels = {
     **OUR_LABELS,
     "torch-snapshot-any": Label("medusa-runtime, from a snapshot for any model", _ANY),
     "vllm-snapshot-any": Label("medusa-runtime with vLLM, from a snapshot for any model", _ANY),
+    "torch-prompts": Label(
+        "medusa-runtime, prompt recorded", "The same with a state bundle that has the keys and values of the prompt."
+    ),
     "vllm-compiled": Label(
         "medusa-runtime with vLLM, compiled",
         "`medusa serve --engine vllm` with compiled code from a state bundle.",

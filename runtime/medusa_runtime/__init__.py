@@ -13,7 +13,7 @@ registry.register(
         open="medusa_runtime.engine.factory:open_engine",
         preimport="medusa_runtime.engine.preimport:preimport",
         distributions=("medusa_runtime",),
-        artifacts=("kv-plan", "cuda-graphs"),
+        artifacts=("kv-plan", "prompts", "prompt-kv", "cuda-graphs"),
         profile="medusa_runtime.engine.torch.profile:profile",
         captures={"cuda-graphs": "medusa_runtime.engine.gpu.graph_capture:capture"},
         graph_capture="medusa_runtime.engine.gpu.graph_capture",

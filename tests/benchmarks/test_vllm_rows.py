@@ -163,7 +163,7 @@ def test_one_compilation_ends_the_bench(metrics: http.server.ThreadingHTTPServer
 
 def test_a_bundle_that_cannot_be_made_and_a_node_without_its_engine_are_quoted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    bundled = Bundled([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"])
+    bundled = Bundled([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"], "vllm")
     with pytest.raises(MedusaError, match="no vLLM here"):
         bundled.of(str(tmp_path))
     bundled.close()

@@ -148,6 +148,73 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], expected: str) 
     assert expected in line
 
 
+def requests_file(folder: Path, *bodies: dict[str, Any], **changes: Any) -> Path:
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body, **changes}
+        for number, body in enumerate(bodies)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "prompts.jsonl"
+
+
+SYSTEM = "class Store:\n" + "".join(f"    def read_{n}(self, key: str) -> bytes: ...\n" for n in range(9))
+
+
+@pytest.mark.forked
+def test_a_start_does_not_compute_recorded_prompts(
+    materialized: Path, tmp_path: Path, start: Callable[..., Any]
+) -> None:
+    shutil.copytree(materialized, tmp_path / "model")
+    prompts = requests_file(tmp_path, {"prompt": SYSTEM, "max_tokens": 50}, {"prompt": SYSTEM + "    def write"})
+    result = medusa("materialize", "--model", tmp_path / "model", "--prompts", prompts, "--starts", "0")
+    assert result.returncode == 0, result.stderr
+    shown = medusa("inspect", tmp_path / "model").stdout
+    assert re.search(r"prompts +\d+ bytes +\d+ tokens", shown)
+    assert re.search(r"prompt-kv +[\d.]+ kB", shown)
+    question = {"prompt": SYSTEM + "    def close", "max_tokens": 8, "temperature": 0}
+
+    def answer(*flags: str) -> tuple[str, dict[str, Any]]:
+        serving = start("--model", tmp_path / "model", *flags)
+        status, found, *_ = serving.request("POST", "/v1/completions", question)
+        assert status == 200
+        restored = {detail["artifact"] for detail in stages(serving).get("restore", ())}
+        assert ({"prompts", "prompt-kv"} <= restored) == (not flags)
+        (first,) = stages(serving)["first_forward"]
+        assert serving.stop() == 0
+        assert "not used" not in serving.output()
+        return found["choices"][0]["text"], {**found["usage"], "first": first["tokens"]}
+
+    text, usage = answer()
+    plain, computed = answer("--state", "none")
+    assert text == plain
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert usage["prompt_tokens"] - 32 < cached < usage["prompt_tokens"]
+    assert usage["first"] == usage["prompt_tokens"] - cached
+    assert computed["first"] == computed["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "flags", "expected"),
+    [
+        ({"prompt": "Hi"}, {}, (), "expected prompts of 16 tokens or more"),
+        ({"prompt": SYSTEM * 9}, {}, (), "line 1: /v1/completions answers 400: this model's maximum context length"),
+        ({"prompt": SYSTEM}, {"url": "/v1/nothing"}, (), "line 1: /v1/nothing answers 404"),
+        ({"prompt": SYSTEM}, {"method": "GET"}, (), 'line 1: method: expected "POST", found "GET"'),
+        ({"prompt": SYSTEM}, {}, ("--engine", "none"), "--prompts is for --engine torch, found --engine none"),
+        ({"prompt": SYSTEM}, {}, ("--prompts", "/no/such/file"), "/no/such/file: expected a file with requests"),
+        ({"prompt": SYSTEM}, {}, ("--prompts", os.devnull), "expected requests, one a line, found none"),
+    ],
+)
+def test_bad_prompts_are_one_clear_line(
+    tmp_path: Path, body: dict[str, Any], changes: dict[str, Any], flags: tuple[str, ...], expected: str
+) -> None:
+    prompts = requests_file(tmp_path, body, **changes)
+    arguments = ("materialize", "--model", EXAMPLE, "--out", tmp_path / "out", "--starts", "0")
+    result = medusa(*arguments, "--prompts", prompts, *flags)
+    assert result.returncode != 0
+    assert expected in result.stderr.splitlines()[-1]
+
+
 def test_what_torch_saved_is_converted_and_materialized(tmp_path: Path) -> None:
     tensors = {"0.weight": torch.arange(12.0).reshape(3, 4), "0.bias": torch.ones(3)}
     torch.save(tensors, tmp_path / "net.pt")

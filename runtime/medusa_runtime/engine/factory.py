@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from ..config import Settings
 from ..errors import ConfigError
 from ..models.backend import backend
 from ..region.reader import Region
+from ..state.kinds import RECORDING_VARIABLE
 from ..timeline import Timeline
 from .base import Engine
 from .torch.engine import TorchEngine
@@ -23,4 +27,8 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
         from .encoder.engine import EncoderEngine
 
         return EncoderEngine(region, settings, timeline)
+    if folder := os.environ.get(RECORDING_VARIABLE):
+        from .torch.recording import RecordingEngine
+
+        return RecordingEngine(region, settings, timeline, Path(folder))
     return TorchEngine(region, settings, timeline)

@@ -77,6 +77,11 @@ class ModelConfig:
     quantization: Quantization | None = None
     max_model_len: int | None = None
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that a start asks for, in tokens. Its KV cache may have room for less."""
+        return self.max_model_len or self.max_positions
+
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         """Read this family's configuration from the fields of a config.json; see ``registry.model_config``."""

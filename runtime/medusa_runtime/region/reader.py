@@ -160,7 +160,8 @@ class Region:
             if self._attach():
                 assert self._index is not None
                 return self._index
-            self._check_writer(waiter)
+            if waiter.is_check_due():
+                self._require_writer()
             waiter.pause()
 
     def name_parts(self, divided: DividedIndex) -> None:
@@ -187,10 +188,14 @@ class Region:
         """
         if name in self._attached:
             return self._attached[name]
-        found = self._view_file(name, timeout_s)
+        found = self.view_file(name, timeout_s)
         return None if found is None else bytes(found)
 
-    def _view_file(self, name: str, timeout_s: float | None) -> memoryview | None:
+    def view_file(self, name: str, timeout_s: float | None = None) -> memoryview | None:
+        """Return a view of a file, as ``file`` returns a copy. The region stays mapped as long as there is a view.
+
+        Attached files are not looked at. Raises TimeoutError for a late file that has not come within ``timeout_s``.
+        """
         self.wait_index(timeout_s)
         assert self._memory is not None
         place = self._files.get(name)
@@ -200,11 +205,19 @@ class Region:
             waiter = Waiter(timeout_s)
             while self._memory[place[2]] == LateFileState.PENDING:
                 self._raise_failure()
-                self._check_writer(waiter)
+                if waiter.is_check_due():
+                    self._require_writer()
                 waiter.pause()
             if self._memory[place[2]] == LateFileState.WITHHELD:
                 return None
         return self._memory[place[0] : place[0] + place[1]].toreadonly()
+
+    @property
+    def pending_bytes(self) -> int:
+        """The size of the late files that may still come."""
+        assert self._memory is not None
+        late = [(size, state) for _, size, *states in self._files.values() for state in states]
+        return sum(size for size, state in late if self._memory[state] == LateFileState.PENDING)
 
     def file_names(self) -> tuple[str, ...]:
         """Return the names of the files in the region, including late files."""
@@ -224,7 +237,7 @@ class Region:
         """Return a view of such a file, which is not copied. The region stays mapped as long as there is one."""
         if name in self._attached:
             return memoryview(self._attached[name])
-        return None if self.from_agent else self._view_file(name, timeout_s)
+        return None if self.from_agent else self.view_file(name, timeout_s)
 
     def has_code(self, name: str) -> bool:
         """Return, without waiting for the file, whether ``code`` finds it or may find it later."""
@@ -435,12 +448,8 @@ class Region:
         code, message = json.loads(bytes(self._header[ERROR_OFFSET : ERROR_OFFSET + words[Word.ERROR_BYTES]]))
         return from_code(code, message)
 
-    def _check_writer(self, waiter: Waiter) -> None:
-        """Raise StorageError if no writer has been filling this region for some time."""
-        if waiter.is_check_due():
-            self._require_writer()
-
     def _require_writer(self) -> None:
+        """Raise StorageError if no writer has been filling this region for some time."""
         if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
             self._no_writer_since = None
         elif self._no_writer_since is None:
@@ -481,14 +490,10 @@ class Region:
             except BufferError:
                 pass  # tensors still point into it, and the last of them frees it
         self._maps.clear()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        if self.demand_fd >= 0:
-            os.close(self.demand_fd)
-            self.demand_fd = -1
-        for descriptor in self._shard_fds:
-            os.close(descriptor)
+        for descriptor in (self.fd, self.demand_fd, *self._shard_fds):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.fd = self.demand_fd = -1
         self._shard_fds = ()
 
 

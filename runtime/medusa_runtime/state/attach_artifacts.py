@@ -21,9 +21,12 @@ from .bundle.locate import FOLDER
 from .bundle.manifest import Manifest
 from .bundle.reader import Bundle
 from .key import Facts, Subject, choose_artifact
-from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
+from .kinds import KINDS, PROMPT_KV, PROMPTS, WEIGHT_INDEX, Kind, file_name
 from .trust import Trust
 from .unused import report_unused
+
+# What an agent's region has itself. Prompts' keys and values may be large, and the engine checks that they are for it.
+_IN_REGION = (WEIGHT_INDEX, PROMPTS, PROMPT_KV)
 
 
 def attach_artifacts(
@@ -47,7 +50,7 @@ def attach_artifacts(
                     return
                 manifest = Manifest.parse(text)
                 for kind in KINDS.values():
-                    if kind is not WEIGHT_INDEX:
+                    if kind not in _IN_REGION:
                         check = partial(bundle.check_trusted, trust or Trust.of(settings), manifest)
                         _attach_one(region, bundle, manifest, kind, facts, timeline, check)
         finally:

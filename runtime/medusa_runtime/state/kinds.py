@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# The folder in which an instance that `medusa materialize` has started records the prompts that it is asked.
+RECORDING_VARIABLE = "MEDUSA_RECORDING"
+
 
 class Kind(NamedTuple):
     """One kind of artifact.
@@ -24,9 +27,12 @@ COMPUTED_FACTS = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_
 WEIGHT_INDEX = Kind("weight-index", ("layout",), most_bytes=64 << 20)
 KV_PLAN = Kind("kv-plan", (*COMPUTED_FACTS, "max_batched_tokens"), most_bytes=1 << 20)
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), most_bytes=1 << 20)
+# Which weights the prompts are for is not known until these are there: the engine checks it (fingerprint.py).
+PROMPTS = Kind("prompts", ("shape", "engine", "dtype", "max_model_len"), most_bytes=96 << 10)
+PROMPT_KV = Kind("prompt-kv", PROMPTS.facts)
 CUDA_GRAPHS = Kind("cuda-graphs", (*COMPUTED_FACTS, "driver"), code=True)
 
-KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, CUDA_GRAPHS)}
+KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, PROMPTS, PROMPT_KV, CUDA_GRAPHS)}
 
 
 def register(kind: Kind) -> None:
@@ -49,6 +55,9 @@ __all__ = [
     "CUDA_GRAPHS",
     "KINDS",
     "KV_PLAN",
+    "PROMPTS",
+    "PROMPT_KV",
+    "RECORDING_VARIABLE",
     "STAGE_TIMES",
     "WEIGHT_INDEX",
     "Kind",

@@ -6,17 +6,13 @@ It is a zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksu
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import sys
-import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bounded_json import parse_json
 from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
 from ..checkpoint.index import Shard, WeightIndex
@@ -24,6 +20,7 @@ from ..checkpoint.reader import ARCHIVE_SUFFIXES, ArchiveRecord
 from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
+from .packed import PACKING_ERRORS, array_of, array_text, packed, unpacked
 
 _MOST_BYTES = 64 << 20  # the largest JSON, which is enough for half a million tensors
 _MOST_DIRECTORY_BYTES = 64 << 20
@@ -66,37 +63,25 @@ class RecordedIndex:
         document = {
             "index": json.loads(_portable(self.index).to_json()),
             "chunk_bytes": self.chunk_bytes,
-            "checksums": {name: base64.b64encode(_little(values)).decode() for name, values in self.checksums.items()},
+            "checksums": {name: array_text("Q", values) for name, values in self.checksums.items()},
         }
         if self.directories:
             document["directories"] = self.directories
-        return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
+        return packed(document)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RecordedIndex:
         """Parse an index. Raises StateError for any other content, and for tensors that cannot be where it says."""
         try:
-            document = parse_json(_decompressed(data))
-            checksums = {}
-            for name, text in document["checksums"].items():
-                checksums[name] = array("Q", base64.b64decode(text))
-                if sys.byteorder == "big":
-                    checksums[name].byteswap()
+            document = unpacked(data, _MOST_BYTES)
+            checksums = {name: array_of("Q", text) for name, text in document["checksums"].items()}
             index = _parse_index(document["index"])
             sizes = {shard.name: shard.size_bytes for shard in index.shards}
             found = document.get("directories", {}).items()
             directories = {name: _check_directory(place, sizes[name]) for name, place in found if name in sizes}
             return cls(index, _count(document["chunk_bytes"]), checksums, directories)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error, CorruptError) as error:
+        except (*PACKING_ERRORS, CorruptError) as error:
             raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
-
-
-def _decompressed(data: bytes) -> bytes:
-    engine = zlib.decompressobj()
-    text = engine.decompress(data, _MOST_BYTES)
-    if engine.unconsumed_tail or not engine.eof:
-        raise ValueError(f"cut short, or more than {_MOST_BYTES:,} bytes")
-    return text
 
 
 def _parse_index(document: Any) -> WeightIndex:
@@ -161,13 +146,6 @@ def _portable(index: WeightIndex) -> WeightIndex:
     """Return the index without the paths of this machine."""
     shards = [shard._replace(path=None) for shard in index.shards]
     return WeightIndex(shards, index.tensors, index.order, recorded=index.recorded)
-
-
-def _little(values: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        values = array("Q", values)
-        values.byteswap()
-    return values.tobytes()
 
 
 __all__ = ["RecordedIndex", "record_index"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -23,11 +24,49 @@ def sequence(name: str, tokens: list[int], salt: str | None = None, **params: An
     return Sequence(request, tokens, lambda delta: None, limit=10_000, eos_token_ids=frozenset(), transcript=transcript)
 
 
-def scheduler(blocks: int = 100, kept: int = 100, concurrency: int = 4, tokens: int = 64) -> Scheduler:
+def scheduler(
+    blocks: int = 100, kept: int = 100, concurrency: int = 4, tokens: int = 64, recorded: Any = None
+) -> Scheduler:
     pool = BlockPool(blocks)
     pool.most_kept = kept
-    prefixes = PrefixCache(pool)
+    prefixes = PrefixCache(pool, recorded)
     return Scheduler(pool, max_concurrency=concurrency, max_batched_tokens=tokens, prefixes=prefixes)
+
+
+class Recorded:
+    """Recorded blocks of these prompts. ``values`` has the value of each slot, which stands for its tokens."""
+
+    beginning = -1
+
+    def __init__(self, *prompts: list[int], values: dict[int, Any] | None = None) -> None:
+        self.present, self.pending = True, False
+        self.copied = 0
+        self._values = {} if values is None else values
+        self._children: dict[tuple[int, bytes], int] = {}
+        self._tokens: list[list[int]] = []
+        for prompt in prompts:
+            parent = -1
+            for stop in range(16, len(prompt) + 1, 16):
+                key = (parent, array("i", prompt[stop - 16 : stop]).tobytes())
+                if key not in self._children:
+                    self._children[key] = len(self._tokens)
+                    self._tokens.append(prompt[:stop])
+                parent = self._children[key]
+
+    def child(self, parent: int, tokens: bytes) -> int | None:
+        return self._children.get((parent, tokens))
+
+    def copy(self, numbers: list[int], blocks: list[int]) -> None:
+        assert self.present
+        for number, block in zip(numbers, blocks, strict=True):
+            tokens = self._tokens[number]
+            for at in range(16):
+                self._values[block * 16 + at] = (0, None, tuple(tokens[: len(tokens) - 15 + at]))
+        self.copied += len(numbers)
+
+    def holds(self, tokens: list[int], at: int) -> bool:
+        """Whether the block with the token at this place is recorded."""
+        return tokens[: at // 16 * 16 + 16] in self._tokens
 
 
 def run(made: Scheduler, **options: Any) -> list[tuple[str, int, int]]:
@@ -235,21 +274,81 @@ def test_a_prompt_that_waits_for_room_loses_forgotten_prefixes_too() -> None:
     assert run(made) == [("again", 0, 70)]
 
 
+def test_recorded_prompts_belong_to_all_and_what_follows_to_its_own_salt() -> None:
+    recorded = Recorded([*range(48)])
+    made = scheduler(recorded=recorded)
+    cases = (("first", "a", 48), ("own", "a", 64), ("other", "b", 48), ("again", "b", 64), ("nobody", None, 48))
+    for name, salt, cached in cases:
+        one = sequence(name, [*range(70)], salt)
+        made.add(one)
+        assert run(made) == [(name, cached, 70)]
+        made.remove(one)
+    assert recorded.copied == 3
+    tuned = sequence("tuned", [*range(70)])
+    tuned.adapter = Adapter("tuned", 1)
+    made.add(tuned)
+    assert run(made) == [("tuned", 0, 64)]
+
+
+def test_recorded_blocks_take_what_room_there_is() -> None:
+    recorded = Recorded([*range(160)])
+    made = scheduler(blocks=12, kept=12, recorded=recorded)
+    made.add(sequence("long", [*range(500, 560)]))
+    assert run(made) == [("long", 0, 60)]
+    made.add(sequence("one", [*range(150)]))  # 9 blocks to copy, and 8 are free
+    assert run(made) == [("long", 60, 61)]
+    assert recorded.copied == 0
+    made.remove(made.running[0])
+    assert run(made) == [("one", 144, 150)]
+    assert recorded.copied == 9
+
+
+def test_a_prompt_waits_for_recorded_blocks_while_they_may_come() -> None:
+    recorded = Recorded([*range(32)])
+    recorded.present, recorded.pending = False, True
+    made = scheduler(recorded=recorded)
+    made.add(sequence("other", [*range(7, 50)]))
+    made.add(sequence("one", [*range(40)]))
+    assert run(made) == [("other", 0, 43)]
+    recorded.present, recorded.pending = True, False
+    assert run(made) == [("other", 43, 44), ("one", 32, 40)]
+
+
+def test_what_is_computed_again_counts_as_computed() -> None:
+    made = scheduler(recorded=Recorded([*range(32)]))
+    for name in ("one", "two"):
+        made.add(sequence(name, [*range(40)], name))
+    assert run(made) == [("one", 32, 40), ("two", 32, 40)]
+    made._prefixes._recorded.present = False
+    for one in made.running:
+        one.tokens.pop()  # what was sampled is not delivered
+    made.recompute()
+    assert made.cached_tokens == 0
+    assert not made.running
+    assert run(made) == [("one", 0, 40), ("two", 0, 24)]
+
+
+@pytest.mark.parametrize("has_recorded", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_shared_block_holds_what_it_should(seed: int) -> None:
+def test_every_shared_block_holds_what_it_should(seed: int, has_recorded: bool) -> None:
     """Sequences come, run, end, are preempted and lose everything, at random.
 
     A slot's value stands for a token and all that comes before it, as its key and value do.
     """
     random_ = random.Random(seed)
-    made = scheduler(blocks=random_.choice((24, 40, 100)), kept=random_.choice((3, 30, 100)))
     values: dict[int, Any] = {}
+    prompts = [[random_.randrange(3) for _ in range(random_.choice((16, 60, 100)))] for _ in range(3)]
+    recorded = Recorded(*prompts, [*prompts[0], *prompts[1]], values=values) if has_recorded else None
+    made = scheduler(random_.choice((24, 40, 100)), kept=random_.choice((3, 30, 100)), recorded=recorded)
     beginnings = [[random_.randrange(3) for _ in range(random_.choice((16, 30, 64, 90)))] for _ in range(4)]
+    beginnings += prompts * has_recorded
     histories: list[list[int]] = []
     shared = 0
 
     def value(one: Sequence, at: int) -> Any:
         number = 0 if one.adapter is None else one.adapter.number
+        if recorded is not None and not number and recorded.holds(one.tokens, at):
+            return (0, None, tuple(one.tokens[: at + 1]))
         return (number, one.request.cache_salt, tuple(one.tokens[: at + 1]))
 
     def check() -> None:
@@ -285,7 +384,7 @@ def test_every_shared_block_holds_what_it_should(seed: int) -> None:
                 histories.append(list(one.tokens))
                 made.remove(one)
         if random_.random() < 0.02:
-            values = dict.fromkeys(values)
+            values |= dict.fromkeys(values)
             made.forget_prefixes()
             for one in list(made.running):
                 made.rewind(one, 0)
@@ -295,6 +394,7 @@ def test_every_shared_block_holds_what_it_should(seed: int) -> None:
         assert pool.used == len(set(holders))
         assert pool.free + pool.used == pool.blocks
     assert shared > 20
+    assert recorded is None or recorded.copied > 20
     for one in list(made):
         made.remove(one)
     assert made._pool.used == 0

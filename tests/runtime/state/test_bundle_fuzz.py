@@ -31,6 +31,7 @@ from medusa_runtime.state.graphs.blob_format import VERSION, decode_blueprints, 
 from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.kinds import KINDS
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan_kv_cache
+from medusa_runtime.state.prompts import RecordedPrompts
 from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
@@ -232,6 +233,18 @@ def use_times(data: bytes) -> None:
     StageTimes.from_bytes(times.to_bytes())
 
 
+RECORDED_PROMPTS = RecordedPrompts("0" * 64, "bfloat16", (2, 2, 4, 1, 8), 128, 0.5, (-1, 0, -1), tuple(range(12)))
+
+
+def use_prompts(data: bytes) -> None:
+    prompts = RecordedPrompts.from_bytes(data)
+    for number, parent in enumerate(prompts.parents):
+        assert -1 <= parent < number
+        assert len(prompts.block(number)) == prompts.block_tokens
+    assert len(prompts.parents) * prompts.block_s >= 0
+    RecordedPrompts.from_bytes(prompts.to_bytes())
+
+
 def use_graphs(data: bytes) -> None:
     """Code, so only from a place that is trusted; but damage there must not become a wrong address either."""
     blueprints = decode_blueprints(data)
@@ -279,6 +292,7 @@ JSON: dict[str, tuple[Callable[[], Any], Callable[[Any], bytes], Callable[[bytes
     "manifest": (lambda: json.loads(json.dumps(SIGNED)), dumped, use_manifest),
     "weight-index": (lambda: document(zlib.decompress(RECORDED.to_bytes())), packed, use_index),
     "kv-plan": (lambda: document(PLAN.to_bytes()), dumped, use_plan),
+    "prompts": (lambda: document(zlib.decompress(RECORDED_PROMPTS.to_bytes())), packed, use_prompts),
     "stage-times": (lambda: document(TIMES.to_bytes()), dumped, use_times),
     "cuda-graphs": (lambda: json.loads(json.dumps(HEADER)), lambda header: graphs(header, BODY), use_graphs),
 }
@@ -286,6 +300,7 @@ BYTES: dict[str, tuple[bytes, Callable[[bytes], None]]] = {
     "manifest": (dumped(SIGNED), use_manifest),
     "weight-index": (RECORDED.to_bytes(), use_index),
     "kv-plan": (PLAN.to_bytes(), use_plan),
+    "prompts": (RECORDED_PROMPTS.to_bytes(), use_prompts),
     "stage-times": (TIMES.to_bytes(), use_times),
     "cuda-graphs": (BODY, lambda body: use_graphs(graphs(HEADER, body))),
     "cuda-graphs-whole": (GRAPHS, use_graphs),
@@ -346,7 +361,7 @@ def test_damaged_bytes_are_refused_or_safe(kind: str) -> None:
 DEEP = b"[" * 100_000
 
 
-@pytest.mark.parametrize("use", [use_manifest, use_plan, use_times, use_graphs, use_index])
+@pytest.mark.parametrize("use", [use_manifest, use_plan, use_times, use_graphs, use_index, use_prompts])
 @pytest.mark.parametrize("text", [DEEP, b'{"schema":' + DEEP, b"1" * 5000, b"\xff\xfe", b"", b"null", b"[]", b"{}"])
 def test_what_is_no_document_is_refused(use: Callable[[bytes], None], text: bytes) -> None:
     for data in (text, zlib.compress(text)):

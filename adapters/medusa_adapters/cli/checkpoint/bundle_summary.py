@@ -16,8 +16,9 @@ from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.graphs.blob_format import IDENTITY_BYTES, digest_of
 from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
 from medusa_runtime.state.key import Facts, Subject
-from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
+from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, PROMPTS, STAGE_TIMES, WEIGHT_INDEX
 from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.state.prompts import RecordedPrompts
 from medusa_runtime.state.stage_times import StageTimes
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
@@ -98,6 +99,8 @@ def _content(kind: str, data: bytes) -> str | None:
     if kind == STAGE_TIMES.name:
         times = StageTimes.from_bytes(data)
         return f"{times.starts} start{'s' * (times.starts != 1)}, first token after {times.ttft_s * 1e3:.0f} ms"
+    if kind == PROMPTS.name:
+        return f"{len(RecordedPrompts.from_bytes(data).tokens):,} tokens"
     return None
 
 

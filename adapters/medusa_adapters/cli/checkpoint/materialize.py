@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.logs import for_terminal
 from medusa_runtime.registry import is_remote
 from medusa_runtime.state.bundle.writer import BundleWriter
-from medusa_runtime.state.kinds import STAGE_TIMES
+from medusa_runtime.state.kinds import PROMPT_KV, PROMPTS, STAGE_TIMES
 from medusa_runtime.state.materialize import ArtifactResult, Materialization, bundle_folder
 from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
@@ -27,9 +28,13 @@ from ..flags import add_model, model_argument, request_body
 from ..leftovers import Leftovers
 from ..progress import note, size
 from ..serve import warn_of_unread_flags, with_engine_flags
+from .prompts import read_prompts, record
 
 if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
+    from medusa_runtime.state.bundle.manifest import Manifest
+
+    from ..batch.lines import BatchRequest
 
 _FLAGS = (
     "model", "engine", "handler", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens",
@@ -50,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request", metavar="BODY",
         help="with --engine none: a request whose answer shows in which order the handler's module uses its tensors, "
         "for starts to fetch them so; @FILE is a file's content",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", metavar="FILE",
+        help="requests in the form of medusa batch: the keys and values of their prompts are kept, so that no start "
+        "computes them; for --engine torch on a CPU",
     )  # fmt: skip
     parser.add_argument(
         "--sign", type=Path, metavar="KEY",
@@ -88,10 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
         from medusa_vllm.version import installed_version
 
         installed_version()
+    prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, settings)
     began = time.monotonic()
     with Materialization(settings, arguments.out, _print_made, _ordered(settings, arguments.request), signer) as making:
         making.prepare()
         manifest = making.commit()
+        if prompts is not None:
+            manifest = _add_prompts(making, prompts, settings)
         if arguments.starts and settings.engine != "none" and making.continues_text:
             measuring = time.monotonic()
             try:
@@ -108,6 +121,21 @@ def run(arguments: argparse.Namespace) -> int:
     if signer is not None:
         print(f"signed; to run the code in it, starts say --trust-key {signer.public}")
     return 0
+
+
+def _add_prompts(making: Materialization, prompts: Sequence[BatchRequest], settings: Settings) -> Manifest:
+    """Add the keys and values of prompts, and return the manifest. Raises ConfigError if they cannot be recorded."""
+    if not making.continues_text:
+        raise ConfigError("--prompts is for a model that continues text; leave it out")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="medusa-prompts-") as folder:
+        data, file = record(prompts, settings, making.folder, Path(folder))
+        if len(data) > PROMPTS.most_bytes:
+            limit, found = size(PROMPTS.most_bytes), size(len(data))
+            raise ConfigError(f"--prompts: expected prompts whose tokens take {limit}, found {found}; leave some out")
+        making.add(PROMPTS, data, began)
+        making.add(PROMPT_KV, file, began)
+        return making.commit()
 
 
 def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _UncommittedBlobs]:

@@ -24,6 +24,7 @@ from ...load.loader import Loader
 from ...load.part_applier import PartApplier
 from ...models.layer_range import LayerRange, require_ranges
 from ...region.reader import Region
+from ...state.kinds import PROMPTS, file_name
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest, PromptLogprobs
 from ..checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ...models import ModelConfig
     from ...state.kv_plan import KvPlan
     from ..gpu.runner import Weights
+    from .recorded_blocks import RecordedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +108,13 @@ class TorchEngine:
         )
         eos = read_eos_token_ids(region.file, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
+        self._recorded = self._recorded_blocks()
         self._scheduler = Scheduler(
             self._cache.blocks,
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
             most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
-            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb),
+            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb, self._recorded),
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)
@@ -136,6 +139,10 @@ class TorchEngine:
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
+        if self._recorded is not None:
+            wake = partial(self._inbox.post, lambda: None)
+            fetch = partial(self._recorded.fetch, lambda: self._loader.applied, wake)
+            threading.Thread(target=fetch, name="recorded-blocks", daemon=True).start()
 
     def _plan_cache(self, config: ModelConfig, applier: Applier) -> tuple[KvPlan, KvCache]:
         """Plan the KV cache and allocate it. On a GPU, this waits until all weights have their addresses."""
@@ -151,6 +158,16 @@ class TorchEngine:
             graph_sizes=gpu.graph_sizes(settings.max_concurrency) if self._caches_all_layers else (),
         )
         return planned, KvCache(shape, gpu.limit_blocks(planned.blocks), gpu.memory, first_layer=cached.start)
+
+    def _recorded_blocks(self) -> RecordedBlocks | None:
+        """Return the recorded prompts. A GPU computes them faster than they come, and a group shares its steps."""
+        if self._gpu is not None or self._settings.prefix_cache_mb == 0 or self._settings.group is not None:
+            return None
+        if self._settings.layers is not None or file_name(PROMPTS.name) not in self._region.file_names():
+            return None
+        from .recorded_blocks import recorded_blocks  # few starts have any
+
+        return recorded_blocks(self._region, self._cache, self._model.config.longest)
 
     def _gpu_runner(self, gpu: Gpu, max_model_len: int) -> Runner:
         from ..gpu.runner import GpuRunner  # a start on a CPU does not import it
@@ -242,6 +259,8 @@ class TorchEngine:
         }
 
     def close(self) -> None:
+        if self._recorded is not None:
+            self._recorded.close()
         self._inbox.close()
         self._constraints.close()
         self._loader.close()
@@ -325,6 +344,9 @@ class TorchEngine:
             spans = self._adapters.group_by_adapter(spans)
             self._constraints.request_masks(spans)
             logits, sequences = self.runner.step(spans)
+            if self._recorded is not None and self._recorded.unverified and not self._recorded.verify():
+                self._scheduler.recompute()
+                return
             self._adapters.end_misfits(spans)
             sampled = [] if logits is None else self._sample(logits, sequences)
         except MedusaError:

@@ -50,7 +50,7 @@ def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: to
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
     casts = _made_bytes(index, dtype, applier)
-    free = memory_available_bytes() - to_come - casts
+    free = memory_available_bytes() - to_come - region.pending_bytes - casts
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - total - casts)
     return free

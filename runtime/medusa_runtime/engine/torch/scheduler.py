@@ -110,6 +110,16 @@ class Scheduler:
                 self._free(sequence)
             self._prefixes.forget()
 
+    def recompute(self) -> None:
+        """Compute all sequences again from their first token on, because what is in the blocks is wrong."""
+        while self.running:
+            sequence = self.running[-1]
+            self._preempt(sequence)
+            if not sequence.generated and sequence.cached_tokens is not None:
+                self.cached_tokens -= sequence.cached_tokens
+                sequence.cached_tokens = None
+        self.forget_prefixes()
+
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
         while self.waiting and len(self.running) < self._max_concurrency:
             sequence = self.waiting[0]
@@ -133,10 +143,13 @@ class Scheduler:
     def _reuse(self, sequence: Sequence, prefixes: PrefixCache) -> bool:
         """Give a sequence the blocks that hold its first tokens. Return False if it should wait for more of them.
 
-        It waits while a running sequence computes half or more of what it lacks.
+        It waits for recorded blocks that may still come, and while a running sequence computes half or more of what it
+        lacks.
         """
         found = prefixes.find(sequence)
-        cached = len(found) * BLOCK_TOKENS
+        if found.awaited:
+            return False
+        cached = len(found.parts) * BLOCK_TOKENS
         missing = len(sequence.tokens) - cached
         if len(sequence.tokens) <= self._whole:  # others may compute it
             if missing > self._max_batched_tokens // _ALONE:
@@ -145,9 +158,8 @@ class Scheduler:
             for other in self.running:
                 if len(other.tokens) - other.computed > 1 and 2 * (shared_tokens(other, sequence) - cached) >= missing:
                     return False
-        self._pool.share(found)
-        sequence.blocks += found
-        sequence.computed = cached
+        sequence.blocks += prefixes.take(found)
+        sequence.computed = len(sequence.blocks) * BLOCK_TOKENS
         return True
 
     def _prefill(self, sequence: Sequence, budget: int, prefills: list[Span]) -> int:

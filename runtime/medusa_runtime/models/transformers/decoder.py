@@ -90,7 +90,7 @@ def build(config: TransformersConfig) -> tuple[Any, bool]:
     kind = own_class(config.found_class)
     AttentionInterface.register(NAME, attend)
     own = own_config(config.found_class, config.raw)
-    fix_factors(own, config.max_model_len or config.max_positions)
+    fix_factors(own, config.longest)
     gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION or masks(kind, own)
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read

@@ -1,0 +1,151 @@
+"""The keys and values of recorded prompts, from a state bundle. They come into the region beside the weights."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ...errors import MedusaError, StateError
+from ...load.views import bytes_tensor
+from ...region.reader import Region
+from ...state.fingerprint import fingerprint
+from ...state.kinds import PROMPT_KV, PROMPTS, file_name
+from ...state.prompts import BEGINNING, DIGEST_BYTES, RecordedPrompts, digest
+from .kv_cache import KvCache
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.005
+
+
+class RecordedBlocks:
+    """The blocks of recorded prompts, by number. ``beginning`` stands for what is before a prompt's first block.
+
+    Until the keys and values are there, they are ``pending``. If they do not come, the blocks are computed like others.
+    """
+
+    beginning = BEGINNING
+
+    def __init__(self, prompts: RecordedPrompts, data: bytes, region: Region, cache: KvCache) -> None:
+        """``data`` are the bytes that ``prompts`` was read from. Call ``fetch`` in a thread of its own."""
+        self._prompts = prompts
+        self._digest = digest(data)
+        self._region = region
+        self._cache = cache
+        self._blocks: Tensor | None = None
+        self._ended = threading.Event()
+        self._children = {
+            (parent, array("i", prompts.block(number)).tobytes()): number
+            for number, parent in enumerate(prompts.parents)
+        }
+        self.unverified = False  # whether blocks are in use of which nothing says yet that these weights compute them
+
+    @property
+    def pending(self) -> bool:
+        """Whether the keys and values may still come."""
+        return not self._ended.is_set()
+
+    @property
+    def present(self) -> bool:
+        return self._blocks is not None
+
+    def child(self, parent: int, tokens: bytes) -> int | None:
+        """Return the number of the block with these tokens (int32 each) behind a block; None if none is recorded."""
+        return self._children.get((parent, tokens))
+
+    def copy(self, numbers: list[int], blocks: list[int]) -> None:
+        """Copy recorded blocks into these blocks of the KV cache. They must be ``present``."""
+        assert self._blocks is not None
+        for number, block in zip(numbers, blocks, strict=True):
+            self._cache.pool[:, :, block].copy_(self._blocks[number])
+        self.unverified = True
+
+    def fetch(self, is_loaded: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Wait for the keys and values, and call ``then``.
+
+        Once the weights are loaded, waits no longer than it takes to compute them.
+        """
+        until = None
+        try:
+            while self._blocks is None and not self._ended.is_set():
+                if until is None and is_loaded():
+                    until = time.monotonic() + self._prompts.block_s * len(self._prompts.parents)
+                try:
+                    view = self._region.view_file(file_name(PROMPT_KV.name), 0.0)
+                except TimeoutError:
+                    if until is not None and time.monotonic() > until:
+                        raise StateError("to compute them is faster than to wait longer") from None
+                    self._ended.wait(_LOOK_S)
+                else:
+                    self._blocks = self._checked(view)
+        except MedusaError as error:
+            logger.warning("the keys and values of recorded prompts are not used: %s", error)
+        self._ended.set()
+        then()
+
+    def verify(self) -> bool:
+        """Return whether the weights are those that have computed the blocks. If not, they are not used any more.
+
+        Waits until all weights are there. Raises like ``region.wait``.
+        """
+        self.unverified = False
+        if fingerprint(self._region) == self._prompts.weights:
+            return True
+        logger.warning("the recorded prompts were computed by other weights, and are not used; materialize again")
+        self._blocks = None
+        return False
+
+    def close(self) -> None:
+        """Wait for the keys and values no longer."""
+        self._ended.set()
+
+    def _checked(self, view: memoryview | None) -> Tensor:
+        shape, dtype = self._prompts.block_shape, self._cache.shape.dtype
+        if view is None:
+            raise StateError("they did not come")
+        expected = DIGEST_BYTES + len(self._prompts.parents) * self._cache.shape.block_bytes
+        if len(view) != expected or view[:DIGEST_BYTES] != self._digest:
+            raise StateError(f"expected those of the recorded prompts, of {expected:,} bytes, found others")
+        return bytes_tensor(view[DIGEST_BYTES:]).view(dtype).view(len(self._prompts.parents), *shape)
+
+
+def recorded_blocks(region: Region, cache: KvCache, max_model_len: int) -> RecordedBlocks | None:
+    """Return the recorded blocks of a region's state bundle. None, which is logged, if they are not for this cache.
+
+    ``max_model_len`` is the length that was set for this start.
+    """
+    try:
+        view = region.view_file(file_name(PROMPTS.name), 0.0)
+    except TimeoutError:  # it is larger than one that we have made
+        return None
+    if view is None:
+        return None
+    try:
+        prompts = RecordedPrompts.from_bytes(bytes(view))
+    except StateError as error:
+        logger.warning("the recorded prompts are not used: %s", error)
+        return None
+    there = (prompts.block_shape, prompts.dtype, prompts.max_model_len)
+    here = (block_shape(cache), dtype_name(cache), max_model_len)
+    if there != here:
+        logger.warning("the recorded prompts are for %s, here it is %s; materialize again", there, here)
+        return None
+    return RecordedBlocks(prompts, bytes(view), region, cache)
+
+
+def dtype_name(cache: KvCache) -> str:
+    return str(cache.shape.dtype).removeprefix("torch.")
+
+
+def block_shape(cache: KvCache) -> tuple[int, int, int, int, int]:
+    """Return the shape of a block's keys and values: (layers, 2, tokens, kv_heads, head_dim)."""
+    layers, two, _, tokens, kv_heads, head_dim = cache.pool.shape
+    return layers, two, tokens, kv_heads, head_dim
+
+
+__all__ = ["RecordedBlocks", "block_shape", "dtype_name", "recorded_blocks"]
