@@ -158,10 +158,11 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
     workers = config.getoption("numprocesses", None)
     signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(workers)))
-    if workers and config.args_source is not config.ArgsSource.ARGS:  # all tests
+    if workers:
         share(*OF_FUNCTIONS)
         share(*OF_CLUSTERS)
-        fork_workers(len(config.getoption("tx")), Path(__file__).parent)
+        chosen = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+        fork_workers(len(config.getoption("tx")), Path(__file__).parent, chosen)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

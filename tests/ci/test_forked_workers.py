@@ -22,7 +22,8 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None):
         sys.imported_by = {}
         share("colorsys")
-        fork_workers(2, pathlib.Path(__file__).parent, modules=("none_such", "colorsys"))
+        chosen = [pathlib.Path(argument.partition("::")[0]).absolute() for argument in config.args]
+        fork_workers(2, pathlib.Path(__file__).parent, chosen, modules=("none_such", "colorsys"))
 
 def pytest_unconfigure(config):
     if config.getoption("numprocesses", None):
@@ -85,7 +86,7 @@ def test_hangs():
 """
 
 
-def start(folder: Path, *arguments: str, **tests: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, chosen: str = "tests", **tests: str) -> subprocess.Popen[str]:
     (folder / "tests").mkdir()
     for name, code in {"conftest": CONFTEST, **tests}.items():
         (folder / "tests" / f"{name}.py").write_text(code)
@@ -93,7 +94,7 @@ def start(folder: Path, *arguments: str, **tests: str) -> subprocess.Popen[str]:
     command += ["--basetemp", str(folder / "temp")]  # or it would close the parent of ours to other users
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.Popen(
-        [*command, "tests"],
+        [*command, chosen],
         cwd=folder,
         env=os.environ | environ,
         stdout=subprocess.PIPE,
@@ -110,6 +111,14 @@ def test_what_is_imported_is_there_and_what_cannot_be_is_tried_again(tmp_path: P
     assert "assert [1, 4] != [1, 4]" in output
     assert "printed 4" in output
     assert "not on this machine" in output
+
+
+def test_files_that_are_not_chosen_are_not_imported(tmp_path: Path) -> None:
+    other = "import pathlib; pathlib.Path('imported').touch()"
+    with start(tmp_path, chosen="tests/test_asks.py::test_asks", test_asks=ASKS, test_other=other) as run:
+        output, _ = run.communicate(timeout=120)
+    assert "8 passed" in output
+    assert not (tmp_path / "imported").exists()
 
 
 def test_workers_that_are_not_needed_end_silently(tmp_path: Path) -> None:

@@ -33,13 +33,16 @@ MODULES = (
 )
 
 
-def fork_workers(count: int, tests: Path, modules: Sequence[str] = MODULES) -> None:
-    """Fork the next ``count`` processes that execnet will start, once ``modules`` and ``tests`` are imported."""
+def fork_workers(count: int, tests: Path, chosen: Sequence[Path] = (), *, modules: Sequence[str] = MODULES) -> None:
+    """Fork the next ``count`` processes that execnet will start, once ``modules`` and ``tests`` are imported.
+
+    If some files or folders in ``tests`` are ``chosen``, only these are imported, and the conftests above them.
+    """
     from execnet import gateway_base, gateway_io
 
     with gc_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _import(modules, tests)
+        _import(modules, tests, chosen or [tests])
         gc.freeze()
     forked: list[ForkedWorker] = []
     for _ in range(count):
@@ -56,13 +59,20 @@ def fork_workers(count: int, tests: Path, modules: Sequence[str] = MODULES) -> N
     gateway_io.Popen2IOMaster = Master
 
 
-def _import(modules: Sequence[str], tests: Path) -> None:
+def _import(modules: Sequence[str], tests: Path, chosen: Sequence[Path]) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as the tests do that import transformers
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    paths = [path for path in tests.rglob("*.py") if path.name == "conftest.py" or path.name.startswith("test_")]
-    for path in sorted(paths, key=lambda path: (path.parent, path.name != "conftest.py", path.name)):
+    paths = {tests / "conftest.py"}
+    for one in chosen:
+        paths |= {
+            one,
+            *one.rglob("*.py"),
+            *(folder / "conftest.py" for folder in one.parents if tests in folder.parents),
+        }
+    found = [path for path in paths if path.is_file() and (path.name == "conftest.py" or path.name.startswith("test_"))]
+    for path in sorted(found, key=lambda path: (path.parent, path.name != "conftest.py", path.name)):
         try:
             import_path(path, mode="importlib", root=tests.parent, consider_namespace_packages=False)
         except (Exception, outcomes.Skipped):  # noqa: BLE001 - each worker tries again, and says so
