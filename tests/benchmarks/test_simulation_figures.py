@@ -23,10 +23,10 @@ def drawn(name: str, folder: Path) -> str:
     return (folder / f"{name}.md").read_text()
 
 
-_QUICK = ("paraserve-5", "paraserve-7", "paraserve-8", "paraserve-9", "paraserve-13", "paraserve-14")
+_QUICK = ("paraserve-7", "paraserve-9")  # others are computed below, too, but not drawn
 
 
-@pytest.mark.parametrize("name", [*_QUICK, "blitzscale-21"])
+@pytest.mark.parametrize("name", _QUICK)
 def test_a_figure_is_drawn_with_its_table(name: str, tmp_path: Path) -> None:
     table = drawn(name, tmp_path)
     assert "| what | published | simulated | unit | verdict |" in table

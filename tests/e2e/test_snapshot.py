@@ -256,23 +256,21 @@ def test_the_file_has_nothing_of_the_environment_it_was_made_in(snapshots: Path)
     assert _SECRET.encode() not in memory.read_bytes()
 
 
-def test_tokenizers_of_models_are_kept(start: Start, example: Path, tmp_path: Path) -> None:
-    changed, folder = tmp_path / "changed", tmp_path / "snapshots"
+def test_tokenizers_of_models_are_kept(start: Start, snapshots: Path, example: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
     subprocess.run(["cp", "-r", example, changed], check=True)
-    made = medusa("snapshot", "--out", folder, "--model", example)
-    assert made.returncode == 0, made.stderr
     tokenizer = json.loads((changed / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (changed / "tokenizer.json").write_text(json.dumps(tokenizer))
     for model, kept in ((example, True), (changed, False)):
         ids = []
-        for snapshots in (folder, "none"):
-            serving = start("--model", model, "--snapshots", snapshots)
+        for folder in (snapshots, "none"):
+            serving = start("--model", model, "--snapshots", folder)
             ids.append(serving.request("POST", "/tokenize", {"prompt": "Some Text"})[1]["tokens"])
-            assert continues(serving.process.pid) == (snapshots == folder)
+            assert continues(serving.process.pid) == (folder == snapshots)
             stages = serving.request("GET", "/timeline")[1]["stages"]
             [found] = [stage["detail"]["kept"] for stage in stages if stage["name"] == "tokenizer"]
-            assert found == (kept and snapshots == folder)
+            assert found == (kept and folder == snapshots)
             assert serving.stop() == 0
         assert ids[0] == ids[1]
 
@@ -326,6 +324,7 @@ def for_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_a_torch_for_gpus_is_imported_as_a_whole_and_only_if_asked_for(
     for_gpus: dict[str, str], start: Start, example: Path, tmp_path: Path
 ) -> None:
