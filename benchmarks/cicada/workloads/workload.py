@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from medusa_runtime.models.bert import Bert, BertConfig, BertLayer, Dense, Embeddings
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from medusa_runtime.models.registry import family, model_config
 from torch import Tensor, nn
 
@@ -171,11 +171,11 @@ def _decoder(name: str, shape: Shape) -> Workload:
 
     def forward(model: Any, ids: Tensor) -> Tensor:
         positions = torch.arange(count)
-        hidden = model.run_layers(model.embed(ids, positions), positions, CausalAttention())
+        hidden = model.run_layers(model.embed(ids, positions), positions, WholeAttention())
         return torch.as_tensor(model.logits(hidden[-1:]))
 
     def embed(module: nn.Module, ids: Tensor) -> Any:
-        positions, attention = torch.arange(count), CausalAttention()
+        positions, attention = torch.arange(count), WholeAttention()
         hidden = module(ids)
         context = frame.prepare(hidden, positions, attention)
         return SimpleNamespace(hidden=hidden, positions=positions, attention=attention, context=context, tied=module)

@@ -57,6 +57,11 @@ class TensorEntry(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
+def _next_page(place: int) -> int:
+    """Return the first byte of a page at or behind a place."""
+    return -(-place // PAGE_BYTES) * PAGE_BYTES
+
+
 class WeightIndex:
     """All tensors of a checkpoint, and their execution order (ParaServe §5.1, Cicada §3).
 
@@ -96,13 +101,18 @@ class WeightIndex:
         The shards are placed in the region one after the other, each at the start of a page. Raises CorruptError if two
         shards hold a tensor of the same name.
         """
-        tensors: dict[str, TensorEntry] = {}
-        placed: list[Shard] = []
-        offset = 0
-        for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
+        return cls((), {}).with_shards(shards, headers)
+
+    def with_shards(
+        self, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]]
+    ) -> WeightIndex:
+        """Return the index with further shards, whose tensors are used last. Raises like ``from_headers``."""
+        tensors, placed = dict(self.tensors), list(self.shards)
+        offset = max((_next_page(one.offset + one.data_bytes) for one in placed if one.path is None), default=0)
+        for number, (shard, header) in enumerate(zip(shards, headers, strict=True), len(placed)):
             if shard.path is None:
                 shard = shard._replace(offset=offset)
-                offset += -(-shard.data_bytes // PAGE_BYTES) * PAGE_BYTES
+                offset += _next_page(shard.data_bytes)
             placed.append(shard)
             for name, entry in header.items():
                 if name in tensors:
@@ -111,7 +121,10 @@ class WeightIndex:
                 tensors[name] = (
                     entry._replace(shard=number) if isinstance(entry, TensorEntry) else TensorEntry(number, *entry)
                 )
-        return cls(placed, tensors)
+        if not self.tensors:
+            return WeightIndex(placed, tensors)
+        added = [name for name in tensors if name not in self.tensors]
+        return WeightIndex(placed, tensors, [*self.order, *added])
 
     def reordered(self, order: Sequence[str]) -> WeightIndex:
         """Return the index in a recorded order. Names of other tensors are ignored; tensors not in it come last."""

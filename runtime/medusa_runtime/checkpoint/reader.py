@@ -175,7 +175,9 @@ class _Reader:
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
         if left_out and self._record and not self._record.confirms(index, files):
             files |= {key: body for key in left_out if (body := self._read_small(key)) is not None}
-        return Checkpoint(self._store, index, files | self._module_configs(files.get(SENTENCE_MODULES)) | names)
+        modules = files.get(SENTENCE_MODULES)
+        index = self._with_dense(index, modules)
+        return Checkpoint(self._store, index, files | self._module_configs(modules) | names)
 
     def _index_single_file(self, name: str) -> WeightIndex:
         """Index a checkpoint that is a single file."""
@@ -270,6 +272,29 @@ class _Reader:
         names = [SENTENCE_SETTINGS, *module_config_names(text)]
         bodies = self._pool.map(self._read_small, names)
         return {name: body for name, body in zip(names, bodies, strict=True) if body is not None}
+
+    def _with_dense(self, index: WeightIndex, modules: bytes | None) -> WeightIndex:
+        """Return the index with the layers that sentence-transformers puts behind the pooling, each in a folder."""
+        paths = dense_paths(modules)
+        if not paths:
+            return index
+        read = list(self._pool.map(self._dense, paths))
+        named: list[_Entries] = []
+        for path, (_, entries) in zip(paths, read, strict=True):
+            named.append({f"{path}/{name}": entry for name, entry in entries.items()})  # type: ignore[arg-type]
+        return index.with_shards([shard for shard, _ in read], named)
+
+    def _dense(self, path: str) -> tuple[Shard, _Entries]:
+        try:
+            return self._header(f"{path}/{SAFETENSORS_FILE}")
+        except ObjectNotFoundError:
+            pass
+        try:
+            return self._archive(f"{path}/{PYTORCH_FILE}")
+        except ObjectNotFoundError as error:
+            raise ObjectNotFoundError(
+                f"{SENTENCE_MODULES} names {path}, but there is no {path}/{SAFETENSORS_FILE} or {PYTORCH_FILE}: {error}"
+            ) from None
 
     def _header(self, name: str) -> tuple[Shard, _Entries]:
         head, info = self._store.read(name, 0, _GUESS_BYTES)
@@ -425,6 +450,21 @@ def module_config_names(text: bytes) -> list[str]:
         return [module_config_name(path) for path in paths[:_MOST_MODULES] if path]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []  # the encoder that needs them says what is wrong
+
+
+def dense_paths(modules: bytes | None) -> list[str]:
+    """Return the folders of the layers in a modules.json that have weights of their own, or none if it cannot be read.
+
+    Raises CorruptError for one that leads out of the checkpoint's folder.
+    """
+    try:
+        listed = json.loads(modules or b"[]")[:_MOST_MODULES]
+        paths = [module["path"] for module in listed if str(module["type"]).endswith(".Dense")]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []  # the encoder that needs them says what is wrong
+    for path in paths:
+        module_config_name(str(path))
+    return list(dict.fromkeys(map(str, paths)))
 
 
 def module_config_name(path: str) -> str:

@@ -30,6 +30,7 @@ def read_config(
     if _has_own_head(index):
         raw["tie_word_embeddings"] = False
     config = model_config(raw)
+    config.check_generates()
     chosen = config.dtype if dtype == "auto" else DTYPES[dtype]
     return replace(config, dtype=chosen, max_model_len=max_model_len)
 

@@ -31,8 +31,8 @@ def check(read: ReadFile, index: WeightIndex, settings: Settings) -> None:
     if settings.torch_import != "plain":
         import_torch()
     with _bounded_memory():
-        applier = _decoder(read, index, settings) if kind == "decoder" else _encoder(read, index, settings)
-        applier.plan(applier.index(index))
+        for applier in _decoder(read, index, settings) if kind == "decoder" else _encoder(read, index, settings):
+            applier.plan(applier.index(index))
     check_tokenizer(read)
 
 
@@ -60,23 +60,21 @@ def check_tokenizer(read: ReadFile) -> None:
         parse(tokenizer)
 
 
-def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
+def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> list[Applier]:
     from .checkpoint_files import check_for_gpu, read_config, read_eos_token_ids
 
     config = read_config(read, index, settings.dtype, settings.max_model_len)
     if settings.device == "cuda":
         check_for_gpu(config)
     read_eos_token_ids(read, config)
-    return config.model().applier(config.dtype)
+    return [config.model().applier(config.dtype)]
 
 
-def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> Applier:
+def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> list[Applier]:
     from ..models.base import DTYPES
-    from ..models.sentences import SentenceEncoderSettings
     from .encoder.text_encoder import build_encoder
 
-    SentenceEncoderSettings.read(read)
-    return build_encoder(read, index, None if settings.dtype == "auto" else DTYPES[settings.dtype])[1]
+    return build_encoder(read, index, None if settings.dtype == "auto" else DTYPES[settings.dtype])[2]
 
 
 __all__ = ["check", "check_tokenizer"]

@@ -44,6 +44,7 @@ class Applier:
         self.dtype = dtype
         self.quantization = quantization
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
+        self.others: Collection[str] = ()  # the checkpoint's tensors that are of another module
         self.moves_unaligned = False  # whether tensors move to addresses at which products are exact (``alignment.py``)
         self._divide = divide
         self._places: dict[str, Place] = {}
@@ -92,6 +93,8 @@ class Applier:
 
         ``whole`` has all places of the module.
         """
+        if name in self.others:
+            return None
         target = self._rename(name)
         # Tools for GPTQ write biases of zeros for layers that have no bias.
         idle = self.quantization is not None and self.quantization.idle_biases and name.endswith(".bias")

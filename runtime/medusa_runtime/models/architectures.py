@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, str] = {
 # The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
-_BARE = re.compile(r"Model$")
+_BARE = re.compile(r"(?:Text)?Model$")
 _OWN_CLASSIFIERS = ("opt:", "falcon:")  # families whose classifiers transformers runs with code of their own
 _OTHER_TASKS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")  # which only a handler runs
 
@@ -45,7 +45,8 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
 def as_decoder(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a config.json as the one of a whole decoder of ours; None if it is of no such decoder.
 
-    Some embedding models were saved without their head, and so are called MistralModel instead of MistralForCausalLM.
+    Some embedding models were saved without their head, and so are called MistralModel instead of MistralForCausalLM,
+    or Gemma3TextModel.
     """
     whole = dict(raw) | {"architectures": [_BARE.sub("ForCausalLM", name) for name in _named(raw)]}
     return whole if whole["architectures"] and has_family(whole) else None

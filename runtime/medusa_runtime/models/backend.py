@@ -89,7 +89,7 @@ def verify(read: ReadFile, settings: Settings) -> Backend:
 
         verify_foreign(config)
     elif found.kind == "decoder":
-        model_config(config)
+        model_config(config).check_generates()
     elif (decoder := embedding_decoder(config, read) or classifying_decoder(config)) is not None:
         model_config(decoder)
     elif found.kind == "encoder":

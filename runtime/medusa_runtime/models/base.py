@@ -28,13 +28,12 @@ def dtype_in(fields: Fields) -> torch.dtype:
     return DTYPES[fields.choice(name, DTYPES, default="float32")]
 
 
-def require_causal(fields: Fields) -> None:
-    """Raise ModelError for a decoder whose tokens see later ones, as in models of text that were made from decoders."""
-    if fields.get("is_causal") is False:
-        raise ModelError(
-            f"{fields.where}: tokens of this model see later ones (is_causal is false), which the torch engine does "
-            "not compute for decoders; expected another model, or --engine vllm"
-        )
+def sees_later_tokens() -> ModelError:
+    """Return the error for a decoder whose tokens see later ones, and which so continues no text."""
+    return ModelError(
+        "config.json: tokens of this model see later ones (is_causal is false, or use_bidirectional_attention), so it "
+        "continues no text; expected another model, or a modules.json beside it, as models for embeddings have"
+    )
 
 
 class Attention(Protocol):
@@ -56,7 +55,8 @@ class ModelConfig:
 
     ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
     when the model runs with transformers' code, and ``has_experts`` when its tokens choose among parts of it.
-    ``max_model_len`` is the longest sequence that the engine takes, or None for one of ``max_positions``.
+    ``max_model_len`` is the longest sequence that the engine takes, or None for one of ``max_positions``. Tokens of a
+    model that ``sees_later`` ones can be read, but not generated one by one.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -76,6 +76,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     quantization: Quantization | None = None
     max_model_len: int | None = None
+    sees_later: bool = False
 
     @property
     def longest(self) -> int:
@@ -86,6 +87,11 @@ class ModelConfig:
     def read(cls, architecture: str, fields: Fields) -> Self:
         """Read this family's configuration from the fields of a config.json; see ``registry.model_config``."""
         raise NotImplementedError
+
+    def check_generates(self) -> None:
+        """Raise ModelError for a model whose tokens cannot be generated one by one."""
+        if self.sees_later:
+            raise sees_later_tokens()
 
     def model(self) -> DecoderModel:
         """Return the model as a skeleton in evaluation mode: its parameters have no memory yet (load/skeleton.py).
@@ -110,7 +116,6 @@ class ModelConfig:
         ``tied`` is the family's default for ``tie_word_embeddings``. ``kv_heads`` replaces ``num_key_value_heads`` for
         a family that has another key for it.
         """
-        require_causal(fields)
         hidden = fields.count("hidden_size", "n_embed")
         heads = fields.count("num_attention_heads", "n_head")
         if fields.get("head_dim") is None and hidden % heads:
@@ -133,6 +138,7 @@ class ModelConfig:
             "eos_token_ids": fields.ids("eos_token_id"),
             "windows": (None,) * layers,
             "quantization": fields.quantization(),
+            "sees_later": fields.get("is_causal") is False,
         }
 
 

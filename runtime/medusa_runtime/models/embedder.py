@@ -1,4 +1,4 @@
-"""Decoders that turn texts into vectors, such as Qwen3-Embedding, or into labels, such as Qwen3-Reranker."""
+"""Decoders that turn texts into vectors (Qwen3-Embedding, EmbeddingGemma) or into labels (Qwen3-Reranker)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ..errors import ModelError
 from ..load.applier import Applier
 from ..load.skeleton import skeleton
 from .base import ModelConfig
-from .layers.causal import CausalTexts
 from .layers.linear import Linear
 from .layers.pooling import label_probabilities
+from .layers.whole import WholeTexts
 from .transformers.encoder import Sizes
 
 SCORE = "score.weight"  # the tensor of a classifier's head [labels, hidden]
 
 
 class DecoderEmbedder(nn.Module):
-    """Turns token ids [texts, tokens] into hidden states [texts, tokens, hidden]. A token sees the earlier ones.
+    """Turns token ids [texts, tokens] into hidden states [texts, tokens, hidden].
 
-    The states are those behind the last norm, and there is no head. A text has at most as many tokens as a layer's
-    window, if there is one. Raises ModelError for a family that cannot do without its head.
+    A token sees the earlier ones, and of a model like EmbeddingGemma the later ones, too. The states are those behind
+    the last norm, and there is no head. A text of a causal model has at most as many tokens as a layer's window, if
+    there is one. Raises ModelError for a family that cannot do without its head.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -35,14 +36,15 @@ class DecoderEmbedder(nn.Module):
                 f"{config.architecture} makes no embeddings; expected a decoder such as Qwen3ForCausalLM, or an encoder"
             )
         del self.decoder.lm_head
-        longest = min([config.max_positions, *filter(None, config.windows)])
+        windows = [] if config.sees_later else filter(None, config.windows)
+        longest = min([config.max_positions, *windows])
         self.config = Sizes(config.vocab_size, config.hidden_size, longest)
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Run the decoder. ``mask`` [texts, tokens] is false for the padding behind texts. There are no segments."""
         present = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
         positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)[present]
-        attention = CausalTexts(present.sum(1).tolist())
+        attention = WholeTexts(present.sum(1).tolist(), sees_later=self.decoder.config.sees_later)
         hidden = self.decoder.embed(token_ids[present], positions)
         norm = cast(nn.Module, self.decoder.norm)
         hidden = cast(Tensor, norm(self.decoder.run_layers(hidden, positions, attention)))

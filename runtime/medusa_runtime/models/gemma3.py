@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from medusa_runtime.errors import ModelError
 from medusa_runtime.models.base import Attention
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.norm import RMSNorm
@@ -36,11 +35,6 @@ class Gemma3Config(LlamaConfig):
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
-        if fields.flag("use_bidirectional_attention", default=False):
-            raise ModelError(
-                f"{fields.where}: tokens of this {architecture} see later ones (use_bidirectional_attention), which "
-                "the torch engine does not compute; expected another model, or --engine vllm"
-            )
         fields = with_defaults(architecture, fields)
         given = {name: value for name, value in fields.raw.items() if value is not None and name not in _OF_ROPES}
         given["hidden_act"] = fields.get("hidden_activation") or "gelu_pytorch_tanh"
@@ -48,10 +42,15 @@ class Gemma3Config(LlamaConfig):
         llama = LlamaConfig.read(architecture, named)
         local = Fields(given | {"rope_parameters": _rope(fields, "sliding_attention")}, fields.where)
         every = fields.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        windows = layer_windows(fields, [bool((layer + 1) % every) for layer in range(llama.num_layers)])
+        sees_later = fields.flag("use_bidirectional_attention", default=False)
+        if sees_later:  # the window is then as wide in both directions together
+            windows = tuple(window and window // 2 + 1 for window in windows)
         return cls(
             **vars(llama)
             | {
-                "windows": layer_windows(fields, [bool((layer + 1) % every) for layer in range(llama.num_layers)]),
+                "windows": windows,
+                "sees_later": sees_later or llama.sees_later,
                 "tie_word_embeddings": fields.flag("tie_word_embeddings", default=True),
                 "qk_norm": True,
             },

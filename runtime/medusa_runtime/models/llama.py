@@ -38,7 +38,10 @@ class LlamaConfig(ModelConfig):
         common = cls.common(architecture, fields, tied=False)
         qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
         bias = fields.flag("attention_bias", default=False)
-        common["windows"] = _windows(architecture, fields, common["num_layers"])
+        windows = _windows(architecture, fields, common["num_layers"])
+        if common["sees_later"]:  # transformers' windows in both directions include the token at their length
+            windows = tuple(window and window + 1 for window in windows)
+        common["windows"] = windows
         return cls(
             **common,
             intermediate_size=fields.count("intermediate_size"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_checkpoint import WORDS, write_pooling
+from encoder_checkpoint import WORDS, write_dense, write_pooling
 from gguf_files import write_gguf
 
 pytestmark = pytest.mark.forked
@@ -122,10 +122,37 @@ def test_a_text_is_no_longer_than_memory_allows(start: Start, tmp_path: Path) ->
     assert serving.stop() == 0
 
 
-def test_decoders_whose_tokens_see_later_ones_are_refused(start: Start, tmp_path: Path) -> None:
-    folder = write_embedder(tmp_path / "m", "Qwen2")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+def test_decoders_whose_tokens_see_later_ones_make_embeddings_and_no_text(start: Start, tmp_path: Path) -> None:
+    folder = write_embedder(tmp_path / "m", "Qwen2", is_causal=False)
+    causal = write_embedder(tmp_path / "causal", "Qwen2")
+    expected = reference(folder, "lasttoken")
+    assert (expected - reference(causal, "lasttoken")).abs().max() > 0.01
     serving = start("--model", folder)
-    assert serving.process.wait(60) != 0
-    assert "tokens of this model see later ones (is_causal is false)" in serving.output()
+    torch.testing.assert_close(vectors(serving), expected, rtol=0, atol=1e-5)
+    assert serving.stop() == 0
+    (folder / "modules.json").unlink()
+    refused = start("--model", folder)
+    assert refused.process.wait(60) != 0
+    assert "tokens of this model see later ones (is_causal is false" in refused.output()
+
+
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_embedding_gemma(start: Start, tmp_path: Path, as_torch: bool) -> None:
+    """Windows in both directions, the mean of all tokens, and two layers behind it."""
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    folder = write_embedder(
+        tmp_path / "m", "Gemma3Text", "mean", bare=True, use_bidirectional_attention=True, sliding_window=6,
+        layer_types=layers,
+    )  # fmt: skip
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Gemma3TextModel"]
+    dense = write_dense(folder, 96, 48, activation="linear.Identity", as_torch=as_torch)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.sliding_window == 4
+    with torch.inference_mode():
+        pooled = torch.stack([model(torch.tensor([ids_of(text)])).last_hidden_state[0].mean(0) for text in TEXTS])
+        expected = torch.nn.functional.normalize(dense(pooled))
+    serving = start("--model", folder)
+    torch.testing.assert_close(vectors(serving), expected, rtol=0, atol=1e-5)
+    most = serving.request("GET", "/v1/models")[1]["data"][0]["max_model_len"]
+    assert most == 512
+    assert serving.stop() == 0

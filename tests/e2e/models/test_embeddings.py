@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_checkpoint import write_encoder
+from encoder_checkpoint import write_dense, write_encoder
+from medusa_command import medusa
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.forked
@@ -273,14 +274,48 @@ def test_a_decoder_makes_no_embeddings(start: Start, example: Path) -> None:
     assert serving.stop() == 0
 
 
-def test_modules_that_are_not_done_here(start: Start, tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path / "m", "mean")
-    listed = json.loads((folder / "modules.json").read_text())
-    listed.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
-    (folder / "modules.json").write_text(json.dumps(listed))
+def test_layers_behind_the_pooling(start: Start, tmp_path: Path) -> None:
+    """As LaBSE has one. A vector may have another length than the model's."""
+    folder = write_encoder(tmp_path / "m", "cls", unit=True)
+    dense = write_dense(folder, 20)
+    with torch.inference_mode():
+        expected = torch.nn.functional.normalize(dense(reference(folder, TEXTS, "cls", unit=False)))
     serving = start("--model", folder)
-    assert serving.process.wait(60) != 0
-    assert "expected Transformer, Pooling, Normalize; found also Dense" in serving.output()
+    status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": TEXTS})
+    assert status == 200
+    found = torch.tensor([row["embedding"] for row in answer["data"]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert serving.request("POST", "/v1/embeddings", {"input": "a", "dimensions": 21})[0] == 400
+    assert serving.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"type": "sentence_transformers.models.LSTM"},
+            "expected Transformer, Pooling, Dense, Normalize in this order",
+        ),
+        ({"type": "sentence_transformers.models.Pooling"}, "found Transformer, Pooling, Pooling"),
+        ({"path": "nowhere"}, "modules.json names nowhere, but there is no nowhere/model.safetensors"),
+        ({"path": "../m/2_Dense"}, "'../m/2_Dense' leads out of the checkpoint's folder"),
+        ({"in_features": 31}, "2_Dense: expected in_features to be 32, found 31"),
+        ({"out_features": 21}, "2_Dense/linear.weight (expected [21, 32], found [20, 32])"),
+        ({"activation_function": "os.system"}, "expected activation_function to be Identity, Tanh, ReLU"),
+        ({"bias": True}, "layers.2_Dense.linear.bias"),
+    ],
+)
+def test_modules_that_are_not_done_here(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    folder = write_encoder(tmp_path / "m", "mean")
+    write_dense(folder, 20)
+    listed = json.loads((folder / "modules.json").read_text())
+    listed[2] |= {name: value for name, value in change.items() if name in listed[2]}
+    (folder / "modules.json").write_text(json.dumps(listed))
+    sizes = json.loads((folder / "2_Dense" / "config.json").read_text())
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(sizes | change))
+    for command in ("inspect", "serve"):
+        result = medusa(command, folder, *(["--port", "0"] if command == "serve" else []))
+        assert said in result.stdout + result.stderr
 
 
 def test_weights_that_do_not_fit(start: Start, tmp_path: Path) -> None:

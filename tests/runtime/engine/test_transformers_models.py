@@ -14,7 +14,7 @@ import torch
 from engine_fixtures import SETTINGS, Served
 from medusa_runtime.engine.torch import prompt_scoring
 from medusa_runtime.errors import EngineError
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from medusa_runtime.models.transformers.attention import STEP, Step, attend
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -159,7 +159,7 @@ def test_attention_that_the_cache_has_no_room_for_is_refused() -> None:
     module, step = torch.nn.Module(), Step()
     step.kv_heads, step.head_dim = 2, 8
     setattr(module, STEP, step)
-    step.begin(CausalAttention())
+    step.begin(WholeAttention())
     module.layer_idx = 0
     key, narrow, wide = (torch.randn(1, 2, 3, size) for size in (8, 6, 12))
     assert attend(module, key, key, narrow)[0].shape == (1, 3, 2, 6)

@@ -211,7 +211,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
         ({"head_dim": 7}, ConfigError, "head_dim to be an even number of at least 2, .*, found 7"),
         ({"head_dim": 2} | DYNAMIC, ConfigError, "head_dim to be an even number of at least 4, .*, found 2"),
         ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2}}, ConfigError, "another number than 1"),
-        ({"is_causal": False}, ModelError, r"tokens of this model see later ones \(is_causal is false\)"),
         (
             QWEN | {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
             ConfigError,

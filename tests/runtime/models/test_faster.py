@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from medusa_runtime.models.registry import model_config
 from medusa_runtime.models.transformers import faster
 from torch import nn
@@ -103,7 +103,7 @@ def test_a_model_is_not_taken_for_another_of_its_class(name: str, changes: dict[
         model.module.load_state_dict(theirs.state_dict(), assign=True)
         ids = torch.tensor([5, 17, 2, 88, 41])
         with torch.inference_mode():
-            found = model.run(ids, torch.arange(5), CausalAttention(), torch.arange(5))
+            found = model.run(ids, torch.arange(5), WholeAttention(), torch.arange(5))
             torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=1e-3, atol=1e-2)
 
 

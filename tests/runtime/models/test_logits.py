@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from medusa_runtime.models import DecoderModel
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from reference_models import CASES, PROMPT, loaded, logits, reference
 
 pytest.importorskip("transformers")
@@ -78,7 +78,7 @@ def test_sharded_files(tmp_path: Path) -> None:
 def test_layers_run_in_any_range(case: str, tmp_path: Path) -> None:
     reference(case, tmp_path, torch.float32)
     with loaded(tmp_path) as model:
-        positions, attention = torch.arange(len(PROMPT)), CausalAttention()
+        positions, attention = torch.arange(len(PROMPT)), WholeAttention()
         hidden = model.embed(torch.tensor(PROMPT), positions)
         whole = model.run_layers(hidden, positions, attention)
         first = model.run_layers(hidden, positions, attention, 0, 1)

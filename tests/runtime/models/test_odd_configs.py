@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.models import model_config
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from reference_models import CASES, PROMPT, loaded, logits, reference
 from safetensors.torch import load_file, save_file
 
@@ -75,7 +75,7 @@ def test_a_head_of_another_name_counts_as_well(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens, places = torch.tensor(PROMPT), torch.arange(len(PROMPT))
     with torch.inference_mode(), loaded(tmp_path) as ours:
-        found = ours.run(tokens, places, CausalAttention(), places)
+        found = ours.run(tokens, places, WholeAttention(), places)
         torch.testing.assert_close(found, theirs(tokens[None]).logits[0], rtol=0, atol=1e-4)
 
 

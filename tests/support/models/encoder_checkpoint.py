@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
 
@@ -39,6 +40,34 @@ def write_pooling(folder: Path, pooling: str, *, unit: bool) -> None:
     (folder / "1_Pooling").mkdir()
     modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens", "lasttoken")}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | {"word_embedding_dimension": 32}))
+
+
+def write_dense(folder: Path, *outs: int, activation: str = "activation.Tanh", as_torch: bool = False) -> Any:
+    """Put layers of these sizes behind the pooling of such a model, and return them as a module of torch."""
+    import torch
+    from safetensors.torch import save_file
+
+    modules = json.loads((folder / "modules.json").read_text())
+    ins = json.loads((folder / "config.json").read_text())
+    layers, size = [], ins.get("hidden_size") or ins["dim"]
+    for number, out in enumerate(outs, 2):
+        linear = torch.nn.Linear(size, out, bias=number > 2)
+        place = folder / f"{number}_Dense"
+        place.mkdir()
+        modules.insert(number, {"path": place.name, "type": "sentence_transformers.models.Dense"})
+        sizes = {"in_features": size, "out_features": out, "bias": number > 2}
+        (place / "config.json").write_text(
+            json.dumps(sizes | {"activation_function": f"torch.nn.modules.{activation}"})
+        )
+        tensors = {f"linear.{name}": tensor.detach() for name, tensor in linear.named_parameters()}
+        if as_torch:
+            torch.save(tensors, place / "pytorch_model.bin")
+        else:
+            save_file(tensors, place / "model.safetensors")
+        layers += [linear, getattr(torch.nn, activation.rpartition(".")[2])()]
+        size = out
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return torch.nn.Sequential(*layers)
 
 
 def write_tokenizer(folder: Path) -> None:

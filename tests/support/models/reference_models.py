@@ -14,7 +14,7 @@ from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.models import DecoderModel
-from medusa_runtime.models.layers.causal import CausalAttention
+from medusa_runtime.models.layers.whole import WholeAttention
 from medusa_runtime.region.reader import Region, file_version
 from torch import Tensor
 
@@ -167,4 +167,4 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderMo
 def logits(model: DecoderModel, tokens: list[int]) -> Tensor:
     positions = torch.arange(len(tokens))
     hidden = model.embed(torch.tensor(tokens), positions)
-    return model.logits(model.run_layers(hidden, positions, CausalAttention()))
+    return model.logits(model.run_layers(hidden, positions, WholeAttention()))

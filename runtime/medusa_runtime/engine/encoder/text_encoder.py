@@ -20,6 +20,7 @@ from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
 from ...models.embedder import SCORE, DecoderClassifier, DecoderEmbedder
 from ...models.fields import Fields, ReadFile
+from ...models.layers.dense import DenseLayers
 from ...models.layers.pooling import POOLINGS, normalized
 from ...models.registry import model_config
 from ...models.sentences import SentenceEncoderSettings, embedding_decoder
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 _LEAST_TOKENS = 256  # for which there must be room in memory
 
 
+EncoderModel = Bert | DecoderEmbedder | TransformersEncoder
+
+
 class Tokens(list[int]):
     """The token ids of a text or of a pair of texts.
 
@@ -51,11 +55,20 @@ class Tokens(list[int]):
 
 def build_encoder(
     read: ReadFile, index: WeightIndex, dtype: torch.dtype | None = None
-) -> tuple[Bert | DecoderEmbedder | TransformersEncoder, Applier]:
-    """Build the encoder that a checkpoint's small files describe, as a skeleton, and the applier that fills it.
+) -> tuple[EncoderModel, DenseLayers, list[Applier]]:
+    """Build the encoder that a checkpoint's small files describe, and the layers behind its pooling, as skeletons.
 
-    Without a ``dtype``, it computes in the weights' own.
+    Also returns the appliers that fill them, the encoder's first. Without a ``dtype``, it computes in the weights' own.
     """
+    model, applier = _build_model(read, index, dtype)
+    dense = DenseLayers(SentenceEncoderSettings.read(read).dense, model.config.hidden_size)
+    if not len(dense.layers):
+        return model, dense, [applier]
+    applier.others = {name for name in index.tensors if dense.rename(name) is not None}
+    return model, dense, [applier, dense.applier()]
+
+
+def _build_model(read: ReadFile, index: WeightIndex, dtype: torch.dtype | None) -> tuple[EncoderModel, Applier]:
     raw = read_config_json(read)
     pooled = embedding_decoder(raw, read)
     if (decoder := pooled or classifying_decoder(raw)) is not None:
@@ -106,27 +119,27 @@ class Encoder:
         self.sentences = SentenceEncoderSettings.read(region.file)
         index = region.wait_index()
         with timeline.stage("skeleton"):
-            self._model, applier = build_encoder(region.file, index, options.dtype)
+            self._model, self._dense, appliers = build_encoder(region.file, index, options.dtype)
         self.config = self._model.config
         self.is_classifier = isinstance(self._model, DecoderClassifier) or (
             isinstance(self._model, TransformersEncoder) and self._model.is_classifier
         )
-        self._loader = Loader(region, applier, timeline=timeline)
+        self._loaders = [Loader(region, applier, timeline=timeline) for applier in appliers]
         self.max_tokens = self._resolve_max_tokens(options.max_tokens)
         if isinstance(self._model, DecoderEmbedder) and options.max_tokens is None:
-            self.max_tokens = min(self.max_tokens, self._room(region, self._model, applier))
+            self.max_tokens = min(self.max_tokens, self._room(region, self._model, appliers[0]))
         ends_with = added_end(region.file) if isinstance(self._model, DecoderEmbedder) else None
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline, ends_with)
 
     @property
     def index(self) -> WeightIndex:
         """The weight index, as the encoder's loader uses it."""
-        return self._loader.index
+        return self._loaders[0].index
 
     @property
     def size(self) -> int:
         """The length of a vector."""
-        return self.config.hidden_size
+        return self._dense.size
 
     def _resolve_max_tokens(self, wanted: int | None) -> int:
         own = min(self.config.longest, self.sentences.max_tokens or self.config.longest)
@@ -146,7 +159,9 @@ class Encoder:
         """
         dtype = embedder.decoder.config.dtype
         free = free_bytes(region, self.index, Settings(), dtype, applier)
-        token = token_bytes(self.index, hidden=self.size, vocabulary=self.config.vocab_size, item_bytes=dtype.itemsize)
+        token = token_bytes(
+            self.index, hidden=self.config.hidden_size, vocabulary=self.config.vocab_size, item_bytes=dtype.itemsize
+        )
         if (room := free // token) < min(_LEAST_TOKENS, self.max_tokens):
             raise TooLargeError(
                 f"a text takes {token / 1e3:.0f} kB of memory for each token, and {max(free, 0) / 1e6:.0f} MB are free "
@@ -229,7 +244,8 @@ class Encoder:
         hidden: Tensor = self._model(ids, None if bool(mask.all()) else mask, segments)
         if self.is_classifier:
             return hidden
-        return POOLINGS[self.sentences.pooling](hidden, mask).float()
+        vectors: Tensor = self._dense(POOLINGS[self.sentences.pooling](hidden, mask).float())
+        return vectors
 
     @staticmethod
     def _segments(texts: Sequence[Tokens], longest: int) -> Tensor | None:
@@ -249,8 +265,10 @@ class Encoder:
 
     def wait(self) -> None:
         """Wait until weights and tokenizer are loaded. Raises the error of the one that failed."""
-        self._loader.wait()
+        for loader in self._loaders:
+            loader.wait()
         self.tokenizer.wait(self.config.vocab_size)
 
     def close(self) -> None:
-        self._loader.close()
+        for loader in self._loaders:
+            loader.close()

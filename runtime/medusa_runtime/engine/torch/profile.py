@@ -14,7 +14,7 @@ from ...load.trace import record_execution_order
 from ...models import DecoderModel
 from ...models.backend import backend
 from ...models.base import ModelConfig
-from ...models.layers.causal import CausalAttention
+from ...models.layers.whole import WholeAttention
 from ...region.reader import Region
 from ...state.kv_plan import KvPlan, plan_to_record
 from ...timeline import Timeline
@@ -74,7 +74,7 @@ def _encoder_order(region: Region) -> list[str]:
 
 def _order(model: DecoderModel, loader: Loader, config: ModelConfig) -> list[str]:
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = model.run(token_ids, positions, CausalAttention(), positions)
+        logits = model.run(token_ids, positions, WholeAttention(), positions)
         assert logits is not None
         return logits
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
-from ..base import ModelConfig, dtype_in, require_causal
+from ..base import ModelConfig, dtype_in, sees_later_tokens
 from ..fields import QUANTIZED, Fields
 from ..sizes import EXPERTS, MOST_LAYERS, POSITIONS, check_sizes
 from .catalog import TransformersClass, find_class
@@ -52,7 +52,8 @@ class TransformersConfig(ModelConfig):
     @classmethod
     def _of_class(cls, found: TransformersClass, config: Any, raw: Mapping[str, Any]) -> Self:
         fields = Fields(raw)
-        require_causal(fields)
+        if fields.get("is_causal") is False:
+            raise sees_later_tokens()
         heads, hidden = config.num_attention_heads, config.hidden_size
         if config.num_hidden_layers > MOST_LAYERS:  # under another name
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""Causal attention without a cache: the new tokens are one whole sequence, or several."""
+"""Attention without a cache: the new tokens are one whole sequence, or several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from torch import Tensor
 from medusa_runtime.kernels.paged import masked_attention
 
 
-class CausalAttention:
-    """Attention for a forward pass over one whole sequence: the simplest implementation of ``Attention``."""
+class WholeAttention:
+    """Attention for a forward pass over one whole sequence: the simplest implementation of ``Attention``.
+
+    With ``sees_later``, tokens see later ones, too, and a window reaches as far in both directions.
+    """
+
+    def __init__(self, *, sees_later: bool = False) -> None:
+        self._sees_later = sees_later
 
     def attend(
         self,
@@ -31,21 +37,25 @@ class CausalAttention:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         if (window is None or window >= tokens) and softcap is None and sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=not self._sees_later, scale=scale)[0].transpose(
+                0, 1
+            )
         place = torch.arange(tokens, device=q.device)
         distance = place[:, None] - place[None, :]
+        distance = distance.abs() if self._sees_later else distance
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         if softcap is not None or sinks is not None:
             return masked_attention(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
 
 
-class CausalTexts:
+class WholeTexts:
     """Attention for a forward pass over several whole sequences, which have these numbers of tokens."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], *, sees_later: bool = False) -> None:
         self._lengths = list(lengths)
+        self._each = WholeAttention(sees_later=sees_later)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         parts = zip(*(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([CausalAttention().attend(layer, *part, **options) for part in parts])
+        return torch.cat([self._each.attend(layer, *part, **options) for part in parts])
