@@ -253,6 +253,10 @@ def test_attention(image: Image, emulated: Path, here: native.NativeKernels, dty
     call(image, emulated, "medusa_attention", ctypes.addressof(image.place(job)), native.DTYPES[dtype], THREADS)
     expected = here.attention(q, *pools, tables, sequences, contexts, scale=0.17, window=window or None)
     assert_alike(out, expected)
+    together, job.tokens = out.clone(), 1
+    out[0] = 0
+    call(image, emulated, "medusa_attention", ctypes.addressof(image.place(job)), native.DTYPES[dtype], THREADS)
+    assert torch.equal(out, together)  # the first token alone, as in decode
 
 
 @pytest.mark.parametrize("transposed", [False, True])

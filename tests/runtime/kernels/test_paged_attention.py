@@ -144,3 +144,25 @@ def test_heads_that_do_not_fit_the_cache_are_an_error(heads: int, kv_heads: int,
     b = batch([(2, 2)], heads, kv_heads, 16, torch.float32)._replace(q=torch.zeros(2, heads, head_dim))
     with torch.inference_mode(), pytest.raises(RuntimeError):
         kernels.paged_attention(*b, scale=1.0)
+
+
+@pytest.mark.parametrize("window", [None, 24, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 3, 32), (12, 1, 16), (7, 1, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_token_has_the_same_bits_however_its_prompt_is_cut(
+    compiled: native.NativeKernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    """A prompt at once, in chunks beside other sequences, and token by token, as in decode."""
+    tokens = 203
+    b = batch([(tokens, tokens), (50, 90)], heads, kv_heads, head_dim, dtype)
+    sinks = torch.linspace(-2, 2, heads).to(dtype)
+
+    def attend(part: Tensor) -> Tensor:
+        chosen = b._replace(q=b.q[part], sequences=b.sequences[part], contexts=b.contexts[part])
+        return compiled.attention(*chosen, scale=0.3, window=window, sinks=sinks)
+
+    whole = attend(torch.arange(tokens))
+    for size in (1, 2, 5, 37, 64):
+        for part in torch.arange(tokens).split(size):
+            found = attend(torch.cat((part, torch.arange(tokens, tokens + 50))))
+            assert torch.equal(found[: len(part)], whole[part])

@@ -4,9 +4,14 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "at_most.h"
 #include "parallel.h"
 
-enum { SERIAL_KEYS = 1024 }; /* rows times keys below which waking threads costs more than it brings */
+enum {
+    SERIAL_KEYS = 1024, /* rows times keys below which waking threads costs more than it brings */
+    EACH_TILES = 4,     /* of each thread at least, as some threads are held up, */
+    LEAST_ROWS = 24,    /* unless they would be smaller: a tile's keys are widened once for all its rows */
+};
 
 struct run {
     const struct attention *attention;
@@ -24,9 +29,16 @@ static void attend_tiles(void *argument, int thread)
         run->attend(run->attention, &run->tiles[tile]);
 }
 
-/* Consecutive tokens of one sequence share their keys. Cut them into tiles of MAX_QUERY_ROWS rows, write the tiles if `tiles` is
- * not null, and return how many there are. */
-static long cut(const struct attention *a, struct query_rows *tiles)
+/* How many rows a tile has at most. */
+static long tile_rows(const struct attention *a, int threads)
+{
+    const long most = threads > 1 ? a->tokens * a->heads / (threads * EACH_TILES) : MAX_QUERY_ROWS;
+    return at_most(most > LEAST_ROWS ? most : LEAST_ROWS, MAX_QUERY_ROWS);
+}
+
+/* Consecutive tokens of one sequence share their keys. Cut them into tiles of `most` rows, write the tiles if `tiles` is not null,
+ * and return how many there are. */
+static long cut(const struct attention *a, long most, struct query_rows *tiles)
 {
     const long group = a->heads / a->kv_heads;
     long count = 0;
@@ -35,9 +47,9 @@ static long cut(const struct attention *a, struct query_rows *tiles)
             end++;
         const long rows = (end - token) * group;
         for (long head = 0; head < a->kv_heads; head++)
-            for (long row = 0; row < rows; row += MAX_QUERY_ROWS, count++)
+            for (long row = 0; row < rows; row += most, count++)
                 if (tiles)
-                    tiles[count] = (struct query_rows){token, row, rows - row < MAX_QUERY_ROWS ? rows - row : MAX_QUERY_ROWS, head};
+                    tiles[count] = (struct query_rows){token, row, at_most(rows - row, most), head};
     }
     return count;
 }
@@ -56,16 +68,18 @@ static attend_fn variant_for(const struct attention *a, int dtype)
 /* Return 0 on success, 1 when memory ran out. */
 int medusa_attention(const struct attention *a, int dtype, int threads)
 {
-    struct run run = {.attention = a, .attend = variant_for(a, dtype), .count = cut(a, NULL)};
-    struct query_rows *tiles = malloc((size_t)run.count * sizeof *tiles);
-    if (!tiles)
-        return 1;
-    cut(a, tiles);
-    run.tiles = tiles;
     long work = 0;
     for (long token = 0; token < a->tokens; token++)
         work += a->contexts[token] * a->heads;
-    medusa_spread(attend_tiles, &run, work > SERIAL_KEYS ? threads : 1);
+    const int wanted = work > SERIAL_KEYS ? threads : 1;
+    const long most = tile_rows(a, wanted);
+    struct run run = {.attention = a, .attend = variant_for(a, dtype), .count = cut(a, most, NULL)};
+    struct query_rows *tiles = malloc((size_t)run.count * sizeof *tiles);
+    if (!tiles)
+        return 1;
+    cut(a, most, tiles);
+    run.tiles = tiles;
+    medusa_spread(attend_tiles, &run, wanted);
     free(tiles);
     return 0;
 }

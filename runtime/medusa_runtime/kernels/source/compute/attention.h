@@ -5,7 +5,7 @@
 
 #include "dtype.h"
 
-enum { MAX_QUERY_ROWS = 16, MAX_HEAD_DIM = 256 };
+enum { MAX_QUERY_ROWS = 96, MAX_HEAD_DIM = 256 };
 
 /* A pool holds [blocks][block_size slots][kv_heads][head_dim] in any order of the first three; strides in bytes. */
 struct kv_pool {

@@ -3,6 +3,32 @@
 
 #include <immintrin.h>
 
+static inline float sum_256(__m256 v)
+{
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+static inline float highest_256(__m256 v)
+{
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+/* The sums of four vectors, with the same bits. */
+static inline __m128 sums_256(__m256 a, __m256 b, __m256 c, __m256 d)
+{
+    const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+    const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+    const __m256 pairs = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high)); /* two each of a, c, b, d */
+    const __m256 sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
+    return _mm_blend_ps(_mm256_castps256_ps128(sums), _mm_moveldup_ps(_mm256_extractf128_ps(sums, 1)), 0xa);
+}
+
 #ifdef __AVX512F__
 #define LANES 16
 typedef __m512 vf;
@@ -20,7 +46,13 @@ typedef __m512i vi;
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define HIGH_HALVES(v) AND(v, SPLAT_INT((int)0xffff0000u))
 #define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define SUM(v) _mm512_reduce_add_ps(v)
+#define LOW_HALF(v) _mm512_castps512_ps256(v)
+#define HIGH_HALF(v) _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))
+#define HALVES(v) _mm256_add_ps(LOW_HALF(v), HIGH_HALF(v))
+#define SUM(v) sum_256(HALVES(v))
+#define STORE_SUMS(p, a, b, c, d) _mm_storeu_ps(p, sums_256(HALVES(a), HALVES(b), HALVES(c), HALVES(d)))
+#define MAX(a, b) _mm512_max_ps(a, b)
+#define HIGHEST(v) highest_256(_mm256_max_ps(LOW_HALF(v), HIGH_HALF(v)))
 #define MUL(a, b) _mm512_mul_ps(a, b)
 #define SUB(a, b) _mm512_sub_ps(a, b)
 #define OR(a, b) _mm512_or_si512(a, b)
@@ -100,13 +132,10 @@ typedef __m256i vi;
 /* The upper halves of 32 bits, without a mask. */
 #define HIGH_HALVES(v) _mm256_slli_epi32(_mm256_srli_epi32(v, 16), 16)
 #define WIDEN_HALF(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-static inline float sum_avx2(__m256 v)
-{
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-#define SUM(v) sum_avx2(v)
+#define SUM(v) sum_256(v)
+#define STORE_SUMS(p, a, b, c, d) _mm_storeu_ps(p, sums_256(a, b, c, d))
+#define MAX(a, b) _mm256_max_ps(a, b)
+#define HIGHEST(v) highest_256(v)
 #define MUL(a, b) _mm256_mul_ps(a, b)
 #define SUB(a, b) _mm256_sub_ps(a, b)
 #define OR(a, b) _mm256_or_si256(a, b)

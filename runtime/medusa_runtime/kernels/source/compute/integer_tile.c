@@ -24,7 +24,6 @@ enum { RUN = 256, PARTS = RUN / PART, MOST_ROWS = 8 };
 
 #define DEPTH_PIECE 2048L /* the depth of a tile, whose x (20 KB) stays in the first-level cache */
 #define FETCH_AHEAD 1024L /* how many bytes ahead weights are prefetched, at least */
-#define LINE 64L
 
 /* A tile of x consists of runs of RUN values of all its rows. A run has the rows' bytes, [PARTS][rows][PART]; what is multiplied
  * with the numbers of the weights' groups; and the factors. Where blocks have many values, these are sums of 16 bytes each, int16

@@ -20,6 +20,7 @@ typedef int16_t shorts __attribute__((vector_size(32)));
 #endif
 
 #define STEP (2 * LANES) /* elements of two vectors */
+#define LINE 64L         /* bytes of a line of the cache */
 #define PREFETCH(p, locality) __builtin_prefetch(p, 0, locality)
 
 /* The STEP elements at p as two vectors: for bf16 the even and the odd elements, else the low and the high half. Both factors of

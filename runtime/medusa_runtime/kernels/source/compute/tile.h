@@ -29,7 +29,6 @@
 #define FEW_ROWS MAX_ROWS
 #endif
 
-#define LINE 64L          /* bytes of a line of the cache */
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
 #define FEW_BYTES 16384L  /* of x that are read again for each of a few weight rows */
 
