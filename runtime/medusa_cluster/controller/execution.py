@@ -166,8 +166,6 @@ class Execution:
             return
         if instance.state == "starting":
             instance.state, instance.since_s = "ready", time.monotonic()
-        if instance.model in self._failures and instance.id not in state.stand_ins():
-            del self._failures[instance.model]
         state.publish()
 
     def note_failed(self, instance_id: str, reason: str) -> bool:
@@ -183,7 +181,7 @@ class Execution:
         instance = self._state.instances.get(instance_id)
         if instance is not None and instance.state != "draining":
             # An instance that has served may be started again at once. One that never did would probably fail again.
-            lasted = instance.state == "ready" and now - instance.since_s > _LONGEST_PAUSE_S / 6
+            lasted = instance.answers and instance.state == "ready" and now - instance.since_s > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(instance.model, (0, 0.0))[0] + 1
             if not lasted:
                 self._avoid_sharing(instance)

@@ -37,7 +37,7 @@ def status(state: State, models: Models, execution: Execution) -> dict[str, Any]
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
         "models": [
             _model(models, item, loads.get(name), copies.get(item.url, {}), instances[name])
-            | {"replacing": _replacing(state, models, execution, item, instances[name])}
+            | _trouble(state, models, execution, item, instances[name])
             for name, item in sorted(state.deployments.items())
         ],
         "transfers": transfers,
@@ -107,18 +107,18 @@ def _model(
     }
 
 
-def _replacing(
+def _trouble(
     state: State, models: Models, execution: Execution, item: Deployment, instances: Iterable[KnownInstance]
-) -> str | None:
-    """Return in one line what serves in place of a deployment that has changed, and why. None if nothing does."""
+) -> dict[str, str | None]:
+    """Return why the last start of a deployment failed, and in one line what serves in its place; None if nothing."""
+    failure = execution.failure(item.name) or models.why_unknown(item.url)
     old = [one for one in instances if state.is_outdated(one) and one.state == "ready" and one.answers and not one.rank]
     if not old:
-        return None
+        return {"failure": failure, "replacing": None}
     revisions = ", ".join(sorted({one.digest for one in old}))
     count = "one instance" if len(old) == 1 else f"{len(old)} instances"
     text = f"{count} of revision {revisions} until one of {item.digest} can answer"
-    failure = execution.failure(item.name) or models.why_unknown(item.url)
-    return f"{text}; the last try failed: {failure}" if failure else text
+    return {"failure": failure, "replacing": f"{text}; the last try failed: {failure}" if failure else text}
 
 
 def _arriving(node: KnownNode) -> list[Any]:

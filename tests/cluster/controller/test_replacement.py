@@ -77,6 +77,28 @@ class Recorder:
         cluster.state._routes.publish = noted  # type: ignore[method-assign]
 
 
+def test_a_model_that_listens_but_never_loads_is_tried_again_after_longer_and_longer_pauses(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        set_loads(net, False)
+        await deploy(cluster)
+        for count in (1, 2):
+            await until_async(lambda count=count: len(started(net)) == count)  # type: ignore[misc]
+            (instance,) = await until_async(lambda: [*cluster.state.instances.values()])
+            await until_async(lambda instance=instance: instance.state == "ready" and instance.confirmed)  # type: ignore[misc]
+            instance.since_s -= 60.0  # it has loaded for a minute
+            net.nodes["a"].fail(instance.id, "no weights")
+            await until_async(lambda: not cluster.state.instances)
+            assert cluster.execution._failures["m"][0] == count
+            assert (await ask(cluster, "status"))["models"][0]["failure"] == "no weights"
+        await until_async(lambda: len(started(net)) == 3)
+        loaded(net)
+        await until_async(lambda: (instances := [*cluster.state.instances.values()]) and instances[0].answers)
+        assert "m" not in cluster.execution._failures
+        assert (await ask(cluster, "status"))["models"][0]["failure"] is None
+
+    run(scenario, "a")
+
+
 @pytest.mark.parametrize("names", [("a", "b"), ("a",)], ids=["elsewhere", "beside"])
 @pytest.mark.parametrize("change", [{"url": OTHER}, {"settings": {"threads": "1"}}], ids=["url", "settings"])
 def test_requests_go_to_the_old_instance_until_the_new_one_answers(

@@ -111,9 +111,13 @@ def test_requests_are_answered_all_the_time_by_the_old_revision_and_then_by_the_
     began = len(asking.answers)
     stream = Stream(asking.gateway, "/v1/completions", ASKED | {"max_tokens": 400, "ignore_eos": True})
     stream.take(3)
-    done = head.medusa("deploy", NAME, "--model", str(MODEL), "--min", "1", "--set", "max-concurrency=4")
+    done = head.medusa("deploy", NAME, "--model", str(MODEL), "--min", "1", "--set", "max-concurrency=4", "--wait")
     assert done.returncode == 0, done.stderr
-    new = done.stdout.split()[-1]
+    first, second = done.stdout.splitlines()
+    assert second.startswith("1 instance can answer, after ")
+    new = first.split()[-1]
+    status = head.call("status")["models"][0]
+    assert (status["revision"], status["instances"] > 0, status["replacing"]) == (new, True, None)
     assert new != old
     asking.until_answered(new)
     stream.rest()
@@ -136,8 +140,14 @@ def test_a_model_that_does_not_load_replaces_nothing_and_the_status_says_why(
     shutil.copytree(MODEL, broken)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
-    deploy(head, broken)
+    done = head.medusa("deploy", NAME, "--model", str(broken), "--min", "1", "--wait", "8")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{NAME} is not ready after 8 s: 0 of 1 can answer, and 1 of an earlier deployment" in line
     until(lambda: "are not those of the model" in replacing(head), lambda: replacing(head))
+    done = head.medusa("deploy", NAME, "--model", str(broken), "--min", "1", "--wait", "0.5")
+    assert "the last try failed: " in done.stderr
+    assert "the checkpoint's tensors are not those of the model" in done.stderr
     shown = [line for line in head.medusa("status").stdout.splitlines() if line.startswith("    replaces ")]
     assert len(shown) == 1
     assert f"one instance of revision {old}" in shown[0]
@@ -147,6 +157,26 @@ def test_a_model_that_does_not_load_replaces_nothing_and_the_status_says_why(
     until(lambda: not replacing(head))
     until(lambda: len(asking.answers) > began + 60)
     assert set(asking.answers[began:]) == {(200, old)}
+
+
+def test_a_first_deployment_that_does_not_load_is_explained(nodes: Nodes, tmp_path: Path) -> None:
+    head, _ = nodes
+    shutil.copytree(MODEL, tmp_path / "broken")
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    head.call("deploy", name="broken", url=str(tmp_path / "broken"), min=1)
+    try:
+        until(lambda: "    the last try failed: broken-" in head.medusa("status").stdout, head.output)
+        (text,) = [one["failure"] for one in head.call("status")["models"] if one["name"] == "broken"]
+        assert "the checkpoint's tensors are not those of the model" in text
+        wrong = head.medusa("deploy", "broken", "--model", str(MODEL), "--min", "1", "--wait", "0")
+        assert "--wait=0: expected seconds above 0" in wrong.stderr
+        done = head.medusa("deploy", "broken", "--model", str(MODEL), "--min", "1", "--wait")
+        assert done.returncode == 0, done.stderr
+        assert "the last try failed" not in head.medusa("status").stdout
+    finally:
+        head.call("remove", name="broken")
+        until(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
 
 
 def test_a_new_instance_that_is_killed_while_it_loads_is_started_again(nodes: Nodes, asking: Asking) -> None:

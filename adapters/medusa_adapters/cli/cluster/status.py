@@ -106,7 +106,9 @@ def _model(model: dict[str, Any]) -> list[str]:
         f"{model['name']}: {model['instances']} of {model['min']} to {model['max']} instances, "
         f"{model['running']} running, {model['waiting']} waiting, copies on {copies}, revision {model['revision']}"
     ]
-    return found + ([f"  replaces {model['replacing']}"] if model["replacing"] else [])
+    if model["replacing"]:
+        return [*found, f"  replaces {model['replacing']}"]
+    return [*found, f"  the last try failed: {model['failure']}"] if model["failure"] else found
 
 
 def _transfer(transfer: dict[str, Any]) -> str:
