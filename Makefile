@@ -44,6 +44,7 @@ setup-dev: $(VENV)/.dev ## Install what tests and checks need, too
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
 	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
+	@$(INSTALL) "pip>=25.1,<27" || echo "pip stays as old as it is, and takes longer to choose packages"
 
 $(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard $(addprefix runtime/medusa_runtime/kernels/source/,*.c */*.[ch])) \
   runtime/medusa_runtime/kernels/build.py | $(BIN)/python
