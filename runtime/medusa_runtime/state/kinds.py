@@ -28,7 +28,7 @@ WEIGHT_INDEX = Kind("weight-index", ("layout",), most_bytes=64 << 20)
 KV_PLAN = Kind("kv-plan", (*COMPUTED_FACTS, "max_batched_tokens"), most_bytes=1 << 20)
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), most_bytes=1 << 20)
 # Which weights the prompts are for is not known until these are there: the engine checks it (fingerprint.py).
-PROMPTS = Kind("prompts", ("shape", "engine", "dtype", "max_model_len"), most_bytes=96 << 10)
+PROMPTS = Kind("prompts", ("shape", "engine", "gpu", "dtype", "max_model_len"), most_bytes=96 << 10)
 PROMPT_KV = Kind("prompt-kv", PROMPTS.facts)
 CUDA_GRAPHS = Kind("cuda-graphs", (*COMPUTED_FACTS, "driver"), code=True)
 

@@ -41,6 +41,7 @@ class Recorded:
     def __init__(self, *prompts: list[int], values: dict[int, Any] | None = None) -> None:
         self.present, self.pending = True, False
         self.copied = 0
+        self.patience = 1  # blocks that are worth waiting for
         self._values = {} if values is None else values
         self._children: dict[tuple[int, bytes], int] = {}
         self._tokens: list[list[int]] = []
@@ -55,6 +56,9 @@ class Recorded:
 
     def child(self, parent: int, tokens: bytes) -> int | None:
         return self._children.get((parent, tokens))
+
+    def is_worth_waiting(self, blocks: int) -> bool:
+        return blocks >= self.patience
 
     def copy(self, numbers: list[int], blocks: list[int]) -> None:
         assert self.present
@@ -312,6 +316,19 @@ def test_a_prompt_waits_for_recorded_blocks_while_they_may_come() -> None:
     assert run(made) == [("other", 0, 43)]
     recorded.present, recorded.pending = True, False
     assert run(made) == [("other", 43, 44), ("one", 32, 40)]
+
+
+@pytest.mark.parametrize(("tokens", "recorded_blocks"), [(40, 2), (32, 1), (200, 9), (8, 0)])
+def test_a_prompt_waits_only_for_recorded_blocks_that_it_would_use(tokens: int, recorded_blocks: int) -> None:
+    recorded = Recorded([*range(32)], [*range(144)], [*range(500, 900)])
+    recorded.present, recorded.pending = False, True
+    prompt = [*range(tokens)] if tokens > 40 else [*range(min(tokens, 32)), *range(1000, 1000 + tokens - 32)]
+    for patience in (recorded_blocks, recorded_blocks + 1):
+        recorded.patience = patience
+        made = scheduler(recorded=recorded, tokens=256)
+        made.add(sequence("one", prompt))
+        waits = bool(recorded_blocks) and patience == recorded_blocks
+        assert run(made) == ([] if waits else [("one", 0, tokens)])
 
 
 def test_what_is_computed_again_counts_as_computed() -> None:

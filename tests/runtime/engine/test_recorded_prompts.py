@@ -22,6 +22,7 @@ from medusa_runtime.state.kinds import PROMPT_KV, PROMPTS, file_name
 from medusa_runtime.state.prompts import DIGEST_BYTES, RecordedPrompts, digest
 from medusa_runtime.timeline import Timeline
 from safetensors.torch import load_file, save_file
+from waiting import until
 
 SYSTEM = "Tokens flow from storage to memory, and from memory to layers. " * 4
 PROMPTS_ASKED = (SYSTEM, SYSTEM + "A layer runs when its bytes are there, and not before.", "Der Fuchs springt. " * 8)
@@ -110,7 +111,9 @@ def serve_recorded(checkpoint: Path, serve_region: Callable[..., Served]) -> Ite
             thread.start()
             stack.callback(thread.join)
             stack.callback(bundle.may_come.set)
-            return serve_region(region, **settings), bundle
+            served = serve_region(region, **settings)
+            stack.callback(served.close)  # before the region
+            return served, bundle
 
         yield start
 
@@ -175,7 +178,29 @@ def test_a_prompt_waits_no_longer_than_it_takes_to_compute_it(
     assert not bundle.may_come.is_set()
     assert answer.last.cached_tokens == 0
     assert answer.tokens == serve().ask(SYSTEM).tokens
-    assert "faster than to wait longer" in caplog.text
+    assert caplog.text.count("faster than to wait longer") == 1
+
+
+def test_a_bundle_cannot_make_a_prompt_wait_for_ever(
+    recorded: tuple[bytes, bytes], serve_recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values never come, and it says that they took years to compute."""
+    monkeypatch.setattr("medusa_runtime.engine.torch.recorded_blocks._LONGEST_S", 0.1)
+    endless = replace(RecordedPrompts.from_bytes(recorded[0]), block_s=2.0**39).to_bytes()
+    served, bundle = serve_recorded(endless, recorded[1], late=True)
+    assert served.ask(SYSTEM).last.cached_tokens == 0
+    assert not bundle.may_come.is_set()
+
+
+def test_keys_and_values_that_come_later_are_used(recorded: tuple[bytes, bytes], serve_recorded: Any) -> None:
+    """A prompt that was computed, to wait no longer, does not end the wait of others."""
+    served, bundle = serve_recorded(*recorded, late=True, kv_cache_mb=1)
+    assert served.ask(SYSTEM).last.cached_tokens == 0
+    bundle.may_come.set()
+    bundle.finish()
+    until(lambda: served.engine._recorded is not None and served.engine._recorded.present)
+    answer = served.ask(PROMPTS_ASKED[2])
+    assert answer.last.cached_tokens == kept(PROMPTS_ASKED[2], served)
 
 
 @pytest.mark.parametrize("case", ["withheld", "another digest", "too short"])
@@ -202,7 +227,11 @@ def test_prompts_for_another_start_are_left_out(
     settings = {"dtype": {"dtype": "bfloat16"}, "max_model_len": {"max_model_len": 256}}.get(change, {})
     served, _ = serve_recorded(data, kv, **settings)
     assert served.ask(SYSTEM).last.cached_tokens == 0
-    assert ("expected recorded prompts" if change == "no prompts" else "the recorded prompts are for") in caplog.text
+    expected = {
+        "no prompts": "expected recorded prompts",
+        "larger": "for float32, blocks of 5x2x16x2x16 and up to 512 tokens; expected float32, blocks of 4x2x16x2x16",
+    }
+    assert expected.get(change, "the recorded prompts are for") in caplog.text
 
 
 def test_prompts_of_other_weights_are_computed_again(
@@ -251,21 +280,38 @@ def test_nothing_waits_for_prompts_when_the_engine_is_closed(
     served, bundle = serve_recorded(patient, recorded[1], late=True)
     served.ask(SYSTEM)
     served.close()
-    names = {thread.name for thread in threading.enumerate()}
     assert not bundle.may_come.is_set()
-    deadline = time.monotonic() + 30
-    while "recorded-blocks" in names and time.monotonic() < deadline:
-        time.sleep(0.01)
-        names = {thread.name for thread in threading.enumerate()}
-    assert "recorded-blocks" not in names
+    assert "recorded-blocks" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("settings", [{"prefix_cache_mb": 0}, {"layers": "0:4"}])
+@pytest.mark.parametrize("settings", [{"prefix_cache_mb": 0}, {"layers": "0:4"}, {"state": "none"}])
 def test_who_cannot_use_recorded_prompts_computes_them(
     recorded: tuple[bytes, bytes], serve_recorded: Any, settings: dict[str, Any]
 ) -> None:
     served, _ = serve_recorded(*recorded, **settings)
     assert served.ask(SYSTEM).last.cached_tokens == 0
+
+
+def test_what_the_bundle_has_is_recorded_anew(recorded: tuple[bytes, bytes], checkpoint: Path, tmp_path: Path) -> None:
+    """Copies would say nothing of the time that blocks take."""
+    bundle = Bundle(*recorded, len(recorded[1]))
+    bundle.may_come.set()
+    with closing(Region.create()) as region, closing(Timeline.create("engine")) as timeline:
+        fetch_into(region, str(checkpoint), bundle=bundle)
+        served = Served(RecordingEngine(region, SETTINGS, timeline, tmp_path), timeline)
+        assert served.ask(SYSTEM).last.cached_tokens == 0
+        served.close()
+    assert (tmp_path / PROMPT_KV.name).stat().st_size > DIGEST_BYTES
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with closing(fill_region(checkpoint)) as region, closing(Timeline.create("engine")) as timeline:
+        served = Served(RecordingEngine(region, SETTINGS, timeline, tmp_path / "gone" / "folder"), timeline)
+        error = served.ask(SYSTEM).last.error
+        served.close()
+    assert error is not None
+    assert f"keys and values cannot be written to {tmp_path}/gone (No such file" in error[1]
+    assert str(served.errors[0]) == error[1]
 
 
 def test_a_fingerprint_is_that_of_the_values(checkpoint: Path, tmp_path: Path) -> None:

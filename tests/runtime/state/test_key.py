@@ -97,6 +97,7 @@ def test_another_machine_invalidates_what_was_compiled_or_measured_there(
     found = {name for name, kind in KINDS.items() if here.difference(made, kind.facts)}
     assert found == {name for name, kind in KINDS.items() if fact in kind.facts}
     assert "weight-index" not in found
+    assert ("prompts" in found) == ("prompt-kv" in found) == (fact == "gpu"), "GPUs do not use them"
     difference = here.difference(made, (fact,))
     assert difference
     assert fact in difference

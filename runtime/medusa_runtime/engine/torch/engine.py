@@ -140,9 +140,7 @@ class TorchEngine:
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
         if self._recorded is not None:
-            wake = partial(self._inbox.post, lambda: None)
-            fetch = partial(self._recorded.fetch, lambda: self._loader.applied, wake)
-            threading.Thread(target=fetch, name="recorded-blocks", daemon=True).start()
+            self._recorded.fetch(lambda: self._loader.applied, partial(self._inbox.post, lambda: None))
 
     def _plan_cache(self, config: ModelConfig, applier: Applier) -> tuple[KvPlan, KvCache]:
         """Plan the KV cache and allocate it. On a GPU, this waits until all weights have their addresses."""
@@ -162,6 +160,8 @@ class TorchEngine:
     def _recorded_blocks(self) -> RecordedBlocks | None:
         """Return the recorded prompts. A GPU computes them faster than they come, and a group shares its steps."""
         if self._gpu is not None or self._settings.prefix_cache_mb == 0 or self._settings.group is not None:
+            return None
+        if self._settings.state == "none":  # the node agent's region may have them
             return None
         if self._settings.layers is not None or file_name(PROMPTS.name) not in self._region.file_names():
             return None

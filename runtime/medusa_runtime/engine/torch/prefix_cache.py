@@ -78,7 +78,7 @@ class PrefixCache:
             key, recorded = self._key(sequence, len(parts), place)
             content = self._pool.find(key)
             if content is None and (recorded is None or self._recorded is None or not self._recorded.present):
-                return Found(parts, recorded is not None and self._recorded is not None and self._recorded.pending)
+                return Found(parts, self._is_awaited(sequence, len(parts), recorded))
             parts.append(_Part(key, None if content is None else content.block, recorded))
             place = self._behind(sequence, recorded, 0 if content is None else content.number)
         return Found(parts)
@@ -120,6 +120,16 @@ class PrefixCache:
         """Forget everything, because what blocks held is lost."""
         self._named.clear()
         self._pool.forget()
+
+    def _is_awaited(self, sequence: Sequence, number: int, recorded: int | None) -> bool:
+        """Return whether to wait for the blocks that are recorded for a sequence, from its block ``number`` on."""
+        if recorded is None or self._recorded is None or not self._recorded.pending:
+            return False
+        first = number
+        while recorded is not None and (number + 1) * BLOCK_TOKENS < len(sequence.tokens):
+            number += 1
+            _, recorded = self._key(sequence, number, _Place(None, recorded))
+        return self._recorded.is_worth_waiting(number - first)
 
     def _beginning(self, sequence: Sequence) -> _Place:
         beginning = None if self._recorded is None or sequence.adapter is not None else self._recorded.beginning

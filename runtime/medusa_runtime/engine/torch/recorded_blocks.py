@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from array import array
@@ -21,6 +22,7 @@ from .kv_cache import KvCache
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.005
+_LONGEST_S = 120.0  # a request waits no longer, whatever a bundle says that its blocks have taken
 
 
 class RecordedBlocks:
@@ -32,13 +34,17 @@ class RecordedBlocks:
     beginning = BEGINNING
 
     def __init__(self, prompts: RecordedPrompts, data: bytes, region: Region, cache: KvCache) -> None:
-        """``data`` are the bytes that ``prompts`` was read from. Call ``fetch`` in a thread of its own."""
+        """``data`` are the bytes that ``prompts`` was read from."""
         self._prompts = prompts
         self._digest = digest(data)
         self._region = region
         self._cache = cache
         self._blocks: Tensor | None = None
         self._ended = threading.Event()
+        self._loaded_s = math.inf  # when the weights were there
+        self._wake_s = math.inf  # when a request that waits is to be looked at
+        self._given_up = False
+        self._thread: threading.Thread | None = None
         self._children = {
             (parent, array("i", prompts.block(number)).tobytes()): number
             for number, parent in enumerate(prompts.parents)
@@ -65,28 +71,26 @@ class RecordedBlocks:
             self._cache.pool[:, :, block].copy_(self._blocks[number])
         self.unverified = True
 
-    def fetch(self, is_loaded: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Wait for the keys and values, and call ``then``.
+    def is_worth_waiting(self, blocks: int) -> bool:
+        """Return whether a prompt should wait for this many pending blocks, which it could also compute.
 
-        Once the weights are loaded, waits no longer than it takes to compute them.
+        Once the weights are loaded, it waits no longer than it took to compute them.
         """
-        until = None
-        try:
-            while self._blocks is None and not self._ended.is_set():
-                if until is None and is_loaded():
-                    until = time.monotonic() + self._prompts.block_s * len(self._prompts.parents)
-                try:
-                    view = self._region.view_file(file_name(PROMPT_KV.name), 0.0)
-                except TimeoutError:
-                    if until is not None and time.monotonic() > until:
-                        raise StateError("to compute them is faster than to wait longer") from None
-                    self._ended.wait(_LOOK_S)
-                else:
-                    self._blocks = self._checked(view)
-        except MedusaError as error:
-            logger.warning("the keys and values of recorded prompts are not used: %s", error)
-        self._ended.set()
-        then()
+        until = self._loaded_s + min(blocks * self._prompts.block_s, _LONGEST_S)
+        if time.monotonic() < until:
+            self._wake_s = min(self._wake_s, until)
+            return True
+        if not self._given_up:
+            logger.warning("recorded prompts are computed: that is faster than to wait longer for keys and values")
+        self._given_up = True
+        return False
+
+    def fetch(self, is_loaded: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Begin to wait for the keys and values. ``then`` is called when they are there, or have been waited for
+        long enough.
+        """
+        self._thread = threading.Thread(target=self._fetch, args=(is_loaded, then), name="recorded-blocks", daemon=True)
+        self._thread.start()
 
     def verify(self) -> bool:
         """Return whether the weights are those that have computed the blocks. If not, they are not used any more.
@@ -101,8 +105,30 @@ class RecordedBlocks:
         return False
 
     def close(self) -> None:
-        """Wait for the keys and values no longer."""
+        """Wait for the keys and values no longer. May be called twice."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _fetch(self, is_loaded: Callable[[], bool], then: Callable[[], None]) -> None:
+        try:
+            while self._blocks is None and not self._ended.is_set():
+                if self._loaded_s == math.inf and is_loaded():
+                    self._loaded_s = time.monotonic()
+                    then()
+                elif time.monotonic() > self._wake_s:
+                    self._wake_s = math.inf
+                    then()
+                try:
+                    view = self._region.view_file(file_name(PROMPT_KV.name), 0.0)
+                except TimeoutError:
+                    self._ended.wait(_LOOK_S)
+                else:
+                    self._blocks = self._checked(view)
+        except MedusaError as error:
+            logger.warning("the keys and values of recorded prompts are not used: %s", error)
+        self._ended.set()
+        then()
 
     def _checked(self, view: memoryview | None) -> Tensor:
         shape, dtype = self._prompts.block_shape, self._cache.shape.dtype
@@ -130,12 +156,16 @@ def recorded_blocks(region: Region, cache: KvCache, max_model_len: int) -> Recor
     except StateError as error:
         logger.warning("the recorded prompts are not used: %s", error)
         return None
-    there = (prompts.block_shape, prompts.dtype, prompts.max_model_len)
-    here = (block_shape(cache), dtype_name(cache), max_model_len)
+    there = _purpose(prompts.block_shape, prompts.dtype, prompts.max_model_len)
+    here = _purpose(block_shape(cache), dtype_name(cache), max_model_len)
     if there != here:
-        logger.warning("the recorded prompts are for %s, here it is %s; materialize again", there, here)
+        logger.warning("the recorded prompts are for %s; expected %s; materialize again", there, here)
         return None
     return RecordedBlocks(prompts, bytes(view), region, cache)
+
+
+def _purpose(shape: tuple[int, ...], dtype: str, max_model_len: int) -> str:
+    return f"{ascii(dtype)[1:-1][:20]}, blocks of {'x'.join(map(str, shape))} and up to {max_model_len} tokens"
 
 
 def dtype_name(cache: KvCache) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config import Settings
+from ...errors import EngineError
 from ...region.reader import Region
 from ...state.fingerprint import fingerprint
 from ...state.kinds import PROMPT_KV, PROMPTS
@@ -53,6 +54,9 @@ class RecordingEngine(TorchEngine):
         self._spent_s += (time.monotonic_ns() - start_ns) / 1e9
         super()._deliver(spans, sequences, sampled, start_ns, request_next_masks=request_next_masks)
 
+    def _recorded_blocks(self) -> None:
+        """Leave out prompts that the bundle has: all are computed anew, and the time is measured."""
+
     def _release_sequence(self, sequence: Sequence) -> None:
         if sequence.computed >= sequence.prompt_length and sequence.adapter is None:
             self._record(sequence)
@@ -72,6 +76,16 @@ class RecordingEngine(TorchEngine):
             parent = self._numbers[key]
         if not added:
             return
+        try:
+            self._write(added)
+        except OSError as error:
+            raise EngineError(
+                f"keys and values cannot be written to {self._folder.parent} ({error.strerror}); expected room for "
+                f"{len(self._parents) * self._cache.shape.block_bytes:,} bytes; TMPDIR may name another folder"
+            ) from None
+
+    def _write(self, added: list[int]) -> None:
+        """Write these blocks of the KV cache, which are the last of those to record."""
         data = self._prompts().to_bytes()
         with (self._folder / PROMPT_KV.name).open("r+b" if self._parents[: -len(added)] else "w+b") as file:
             file.seek(DIGEST_BYTES + (len(self._parents) - len(added)) * self._cache.shape.block_bytes)
