@@ -212,12 +212,11 @@ class Region:
                 return None
         return self._memory[place[0] : place[0] + place[1]].toreadonly()
 
-    @property
-    def pending_bytes(self) -> int:
-        """The size of the late files that may still come."""
+    def late_bytes(self, *states: LateFileState) -> int:
+        """Return the size of the late files that are in one of these states."""
         assert self._memory is not None
-        late = [(size, state) for _, size, *states in self._files.values() for state in states]
-        return sum(size for size, state in late if self._memory[state] == LateFileState.PENDING)
+        late = [(size, state) for _, size, *places in self._files.values() for state in places]
+        return sum(size for size, state in late if self._memory[state] in states)
 
     def file_names(self) -> tuple[str, ...]:
         """Return the names of the files in the region, including late files."""

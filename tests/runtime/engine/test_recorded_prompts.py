@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_fixtures import SETTINGS, Served, fill_region
 from fetching import fetch_into
+from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.recording import RecordingEngine
 from medusa_runtime.fetch.prefetcher import RestoredCheckpoint
 from medusa_runtime.region.reader import Region
@@ -282,6 +284,21 @@ def test_nothing_waits_for_prompts_when_the_engine_is_closed(
     served.close()
     assert not bundle.may_come.is_set()
     assert "recorded-blocks" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_memory_limit_counts_keys_and_values_before_and_after_they_come(serve_recorded: Any, serve: Any) -> None:
+    size_bytes = 64 << 20
+    served, bundle = serve_recorded(b"", bytes(size_bytes), late=True)
+
+    def free(served: Served) -> int:
+        region = served.engine._region
+        limited = replace(SETTINGS, memory_limit_mb=100)
+        return free_bytes(region, region.wait_index(), limited, torch.float32, served.engine._applier())
+
+    assert free(served) == free(serve()) - size_bytes
+    bundle.may_come.set()
+    bundle.finish()
+    assert free(served) == free(serve()) - size_bytes
 
 
 @pytest.mark.parametrize("settings", [{"prefix_cache_mb": 0}, {"layers": "0:4"}, {"state": "none"}])

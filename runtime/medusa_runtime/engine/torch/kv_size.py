@@ -17,6 +17,7 @@ from ...load.alignment import must_move_from
 from ...load.applier import Applier
 from ...load.copies import low_address
 from ...models import ModelConfig
+from ...region.layout import LateFileState
 from ...region.reader import Region
 from ...state.kv_plan import (
     Geometry,
@@ -50,9 +51,11 @@ def free_bytes(region: Region, index: WeightIndex, settings: Settings, dtype: to
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
     casts = _made_bytes(index, dtype, applier)
-    free = memory_available_bytes() - to_come - region.pending_bytes - casts
+    late_bytes = region.late_bytes(LateFileState.PENDING)
+    free = memory_available_bytes() - to_come - late_bytes - casts
     if settings.memory_limit_mb is not None:
-        free = min(free, (settings.memory_limit_mb << 20) - total - casts)
+        late_bytes += region.late_bytes(LateFileState.PRESENT)
+        free = min(free, (settings.memory_limit_mb << 20) - total - late_bytes - casts)
     return free
 
 
