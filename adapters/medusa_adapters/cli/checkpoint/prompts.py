@@ -11,6 +11,7 @@ from medusa_runtime.config import Settings, to_env
 from medusa_runtime.device.choice import choose
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.state.kinds import PROMPT_KV, PROMPTS, RECORDING_VARIABLE
+from medusa_runtime.state.prompts import RecordedPrompts
 
 from ...bench.served_instance import HttpResponse, ServedInstance, serve_command
 from ..batch.lines import BadLineError, BatchRequest, parse_request
@@ -44,27 +45,36 @@ def read_prompts(place: str, settings: Settings) -> list[BatchRequest]:
 def record(requests: Sequence[BatchRequest], settings: Settings, bundle: Path, folder: Path) -> tuple[bytes, Path]:
     """Ask all requests of an instance, and return the two artifacts. The second one is a file in ``folder``.
 
-    ``bundle`` is that of the instance. Raises ConfigError if a request is refused, or none has a block of tokens.
+    ``bundle`` is that of the instance, which only this command may ask: what it is asked becomes a part of the bundle.
+    Raises ConfigError if a request is refused, or none has a block of tokens.
     """
+    token = os.urandom(16).hex()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
     settings = replace(
-        settings, device="cpu", handler=None, state=str(bundle.resolve()), platform="local",
-        host="127.0.0.1", port=0, node_socket="none", snapshots="none", log_level="warning", timeout_s=0.0,
+        settings, device="cpu", handler=None, state=str(bundle.resolve()), platform="local", host="127.0.0.1", port=0,
+        token=token, api_key_file=None, cors_origins=None, node_socket="none", snapshots="none", log_level="warning",
+        timeout_s=0.0,
     )  # fmt: skip
     environ |= {**to_env(settings), RECORDING_VARIABLE: str(folder)}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     with ServedInstance(serve_command(), environ, inherit=False) as instance:
         instance.wait_ready()
-        for request in requests:
+        for count, request in enumerate(requests, 1):
             with instance.explained_failures():
-                answer = instance.exchange(
-                    "POST", request.url, request.body, {"Content-Type": "application/json"}, timeout_s=_ANSWER_S
-                )
+                answer = instance.exchange("POST", request.url, request.body, headers, timeout_s=_ANSWER_S)
             if answer.status != 200:
                 raise ConfigError(f"--prompts, line {request.number}: {request.url} answers {_error(answer)}")
-            note(f"prompt {request.number} of {len(requests)} is recorded")
-    if not (folder / PROMPTS.name).exists():
+            recorded = _recorded(folder)
+            tokens = 0 if recorded is None else len(RecordedPrompts.from_bytes(recorded).tokens)
+            note(f"{count} of {len(requests)} prompts: {tokens:,} tokens are recorded")
+    if recorded is None:
         raise ConfigError("--prompts: expected prompts of 16 tokens or more, of which starts skip whole blocks of 16")
-    return (folder / PROMPTS.name).read_bytes(), folder / PROMPT_KV.name
+    return recorded, folder / PROMPT_KV.name
+
+
+def _recorded(folder: Path) -> bytes | None:
+    file = folder / PROMPTS.name
+    return file.read_bytes() if file.exists() else None
 
 
 def _error(answer: HttpResponse) -> str:

@@ -84,8 +84,9 @@ class PrefixCache:
         return Found(parts)
 
     def take(self, found: Found) -> list[int]:
-        """Return the blocks of what was found, of which the caller is now a user. Recorded ones are copied into free
-        blocks; if there are too few, the caller gets those before them.
+        """Return the blocks of what was found, of which the caller is now a user.
+
+        Recorded ones are copied into free blocks. If there are too few, the caller gets those before them.
         """
         parts, absent = found.parts, [part for part in found.parts if part.block is None]
         self._pool.share(part.block for part in parts if part.block is not None)

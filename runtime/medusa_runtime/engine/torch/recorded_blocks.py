@@ -86,8 +86,9 @@ class RecordedBlocks:
         return False
 
     def fetch(self, is_loaded: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Begin to wait for the keys and values. ``then`` is called when they are there, or have been waited for
-        long enough.
+        """Begin to wait for the keys and values.
+
+        ``then`` is called when they are there, and when waiting requests are to be looked at again.
         """
         self._thread = threading.Thread(target=self._fetch, args=(is_loaded, then), name="recorded-blocks", daemon=True)
         self._thread.start()
