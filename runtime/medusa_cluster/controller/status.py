@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,6 +37,7 @@ def status(state: State, models: Models, execution: Execution) -> dict[str, Any]
         "nodes": [_node(state, node, offset) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
         "models": [
             _model(models, item, loads.get(name), copies.get(item.url, {}), instances[name])
+            | {"answering": _answering(state, instances[name])}
             | _trouble(state, models, execution, item, instances[name])
             for name, item in sorted(state.deployments.items())
         ],
@@ -105,6 +106,16 @@ def _model(
         "starts": models.starts(item.url),
         "learned": models.learned(item.url),
     }
+
+
+def _answering(state: State, instances: Iterable[KnownInstance]) -> int:
+    """Return how many instances of the current deployment have been ready to answer.
+
+    Where prefill and decode are apart, it is how many can do each of the two.
+    """
+    ones = [one for one in instances if one.state == "ready" and one.answers and not one.rank and not one.loading]
+    roles = Counter(one.role for one in ones if not state.is_outdated(one))
+    return min(roles["prefill"], roles["decode"]) + roles["both"]
 
 
 def _trouble(

@@ -214,6 +214,7 @@ class Region:
 
     def late_bytes(self, *states: LateFileState) -> int:
         """Return the size of the late files that are in one of these states."""
+        self.wait_index()
         assert self._memory is not None
         late = [(size, state) for _, size, *places in self._files.values() for state in places]
         return sum(size for size, state in late if self._memory[state] in states)

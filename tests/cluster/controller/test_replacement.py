@@ -85,6 +85,7 @@ def test_a_model_that_listens_but_never_loads_is_tried_again_after_longer_and_lo
             await until_async(lambda count=count: len(started(net)) == count)  # type: ignore[misc]
             (instance,) = await until_async(lambda: [*cluster.state.instances.values()])
             await until_async(lambda instance=instance: instance.state == "ready" and instance.confirmed)  # type: ignore[misc]
+            assert (await ask(cluster, "status"))["models"][0]["answering"] == 0
             instance.since_s -= 60.0  # it has loaded for a minute
             net.nodes["a"].fail(instance.id, "no weights")
             await until_async(lambda: not cluster.state.instances)
@@ -94,7 +95,8 @@ def test_a_model_that_listens_but_never_loads_is_tried_again_after_longer_and_lo
         loaded(net)
         await until_async(lambda: (instances := [*cluster.state.instances.values()]) and instances[0].answers)
         assert "m" not in cluster.execution._failures
-        assert (await ask(cluster, "status"))["models"][0]["failure"] is None
+        model = (await ask(cluster, "status"))["models"][0]
+        assert (model["failure"], model["answering"]) == (None, 1)
 
     run(scenario, "a")
 

@@ -106,7 +106,7 @@ def _wait(arguments: argparse.Namespace, deployed: dict[str, Any]) -> None:
             if model is None or model["revision"] != deployed["revision"]:
                 raise ClusterError(f"{name} was {'removed' if model is None else 'deployed again'} meanwhile")
             old = sum(_serves_on(item, name) for node in status["nodes"] for item in node["instances"])
-            ready = model["instances"] - old
+            ready = model["answering"]
             if not old and ready >= model["min"]:
                 print(f"{ready} instance{'s' * (ready != 1)} can answer, after {time.monotonic() - began:.1f} s")
                 return
