@@ -72,9 +72,11 @@ def _decoder(read: ReadFile, index: WeightIndex, settings: Settings) -> list[App
 
 def _encoder(read: ReadFile, index: WeightIndex, settings: Settings) -> list[Applier]:
     from ..models.base import DTYPES
+    from ..models.sentences import SentenceEncoderSettings
     from .encoder.text_encoder import build_encoder
 
-    return build_encoder(read, index, None if settings.dtype == "auto" else DTYPES[settings.dtype])[2]
+    dtype = None if settings.dtype == "auto" else DTYPES[settings.dtype]
+    return build_encoder(read, index, SentenceEncoderSettings.read(read), dtype)[2]
 
 
 __all__ = ["check", "check_tokenizer"]

@@ -69,7 +69,7 @@ class Recorded:
         self.copied += len(numbers)
 
     def holds(self, tokens: list[int], at: int) -> bool:
-        """Whether the block with the token at this place is recorded."""
+        """Return True if the block that has the token with this number is recorded."""
         return tokens[: at // 16 * 16 + 16] in self._tokens
 
 

@@ -54,14 +54,14 @@ class Tokens(list[int]):
 
 
 def build_encoder(
-    read: ReadFile, index: WeightIndex, dtype: torch.dtype | None = None
+    read: ReadFile, index: WeightIndex, sentences: SentenceEncoderSettings, dtype: torch.dtype | None = None
 ) -> tuple[EncoderModel, DenseLayers, list[Applier]]:
     """Build the encoder that a checkpoint's small files describe, and the layers behind its pooling, as skeletons.
 
     Also returns the appliers that fill them, the encoder's first. Without a ``dtype``, it computes in the weights' own.
     """
     model, applier = _build_model(read, index, dtype)
-    dense = DenseLayers(SentenceEncoderSettings.read(read).dense, model.config.hidden_size)
+    dense = DenseLayers(sentences.dense, model.config.hidden_size)
     if not len(dense.layers):
         return model, dense, [applier]
     applier.others = {name for name in index.tensors if dense.rename(name) is not None}
@@ -119,7 +119,7 @@ class Encoder:
         self.sentences = SentenceEncoderSettings.read(region.file)
         index = region.wait_index()
         with timeline.stage("skeleton"):
-            self._model, self._dense, appliers = build_encoder(region.file, index, options.dtype)
+            self._model, self._dense, appliers = build_encoder(region.file, index, self.sentences, options.dtype)
         self.config = self._model.config
         self.is_classifier = isinstance(self._model, DecoderClassifier) or (
             isinstance(self._model, TransformersEncoder) and self._model.is_classifier

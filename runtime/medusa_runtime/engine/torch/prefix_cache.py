@@ -39,7 +39,7 @@ class _Named(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What holds a block's tokens: a ``block`` of the pool, or else the recorded block of this number."""
+    """A block of keys and values: ``block`` of the pool or, if that is None, the recorded one numbered ``recorded``."""
 
     key: Hashable
     block: int | None
@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What holds a sequence's first tokens. ``awaited``: what comes next is recorded, and may still arrive."""
+    """The parts that hold a sequence's first tokens. ``awaited`` says that the next one is recorded and may arrive."""
 
     parts: list[_Part]
     awaited: bool = False

@@ -53,7 +53,7 @@ class RecordedBlocks:
 
     @property
     def pending(self) -> bool:
-        """Whether the keys and values may still come."""
+        """True until the keys and values are there, or will certainly not come."""
         return not self._ended.is_set()
 
     @property

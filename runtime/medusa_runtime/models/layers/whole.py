@@ -37,9 +37,8 @@ class WholeAttention:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         if (window is None or window >= tokens) and softcap is None and sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=not self._sees_later, scale=scale)[0].transpose(
-                0, 1
-            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=not self._sees_later, scale=scale)
+            return out[0].transpose(0, 1)
         place = torch.arange(tokens, device=q.device)
         distance = place[:, None] - place[None, :]
         distance = distance.abs() if self._sees_later else distance
