@@ -9,7 +9,7 @@ from pathlib import Path
 LIBRARY_DIR = Path(__file__).parent
 SOURCE_DIR = LIBRARY_DIR / "source"
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 10  # raised when the arguments of an exported function change; a library with another number is not used
+INTERFACE = 11  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",
@@ -45,6 +45,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("attention_avx2", "compute/attention_tile.c", AVX2),
         ("attention_avx512", "compute/attention_tile.c", AVX512),
         ("pointwise", "compute/pointwise.c", AVX2),
+        ("recurrence", "compute/recurrence.c", AVX2),
         ("dequantize", "compute/dequantize.c", AVX2),
     ),
     "aarch64": (
@@ -55,6 +56,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("integer_neon_dots", "compute/integer_tile.c", NEON_DOTS),
         ("attention_neon", "compute/attention_tile.c", ()),
         ("pointwise", "compute/pointwise.c", ()),
+        ("recurrence", "compute/recurrence.c", ()),
         ("dequantize", "compute/dequantize.c", ()),
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from medusa_runtime.compiled_library import LIBRARY
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
+MAX_TAPS = 16  # recurrence.h
 INPUTS = 16  # how many inputs a program has: INPUTS in program.c
 _SCALE_DTYPES = {**DTYPES, torch.float8_e8m0fnu: 3}  # and in codes.h
 # ggml's formats: the enum packing in codes.h, behind those that Codes uses.
@@ -73,6 +74,46 @@ class _Attention(ctypes.Structure):
         ("window", _LONG),
         ("scale", ctypes.c_float),
     ]
+
+
+class _Steps(ctypes.Structure):
+    _fields_: ClassVar = [("slots", _POINTER), ("begins", _POINTER), ("starts", _POINTER), ("count", _LONG)]
+
+    @classmethod
+    def of(cls, steps: Steps) -> _Steps:
+        return cls(*(each.data_ptr() for each in steps), len(steps.slots))
+
+
+class _Convolution(ctypes.Structure):
+    """struct convolution in recurrence.h."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("out", "x", "weight", "bias", "states")),
+        *((name, _LONG) for name in ("stride", "channels", "taps")),
+        ("steps", _Steps),
+    ]
+
+
+class _Recurrence(ctypes.Structure):
+    """struct recurrence in recurrence.h."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("out", "q", "k", "v", "decay", "rate", "states")),
+        *((name, _LONG) for name in ("heads", "key_heads", "key_dim", "value_dim")),
+        ("steps", _Steps),
+    ]
+
+
+class Steps(NamedTuple):
+    """Which sequences a step's tokens belong to, sequence by sequence, for layers that keep states; all int64.
+
+    slots: [sequences], where the state of each is. begins: [sequences], how many of its tokens came before; with 0, the
+    state is taken for zeros. starts: [sequences + 1], its first row among the step's tokens.
+    """
+
+    slots: Tensor
+    begins: Tensor
+    starts: Tensor
 
 
 class _Codes(ctypes.Structure):
@@ -185,6 +226,8 @@ class NativeKernels:
             self._gate: Any = short.medusa_gate
             self._add: Any = short.medusa_add
             self._write_kv: Any = short.medusa_write_kv
+            self._convolve: Any = library.medusa_convolve
+            self._recur: Any = library.medusa_recur
         except (OSError, AttributeError) as error:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self.instruction_set = instruction_set
@@ -197,7 +240,11 @@ class NativeKernels:
         self._add.argtypes = [_POINTER] * 3 + [_LONG] + [_INT] * 2
         self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
         self.run.argtypes = [_POINTER, _LONG, _POINTER, _INT]
-        for function in (self._norm, self._rope, self._gate, self._add, self._write_kv):
+        self._convolve.argtypes = [ctypes.POINTER(_Convolution), _INT, _INT]
+        self._recur.argtypes = [ctypes.POINTER(_Recurrence), _INT]
+        for function in (
+            self._norm, self._rope, self._gate, self._add, self._write_kv, self._convolve, self._recur,
+        ):  # fmt: skip
             function.restype = None
         self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
         self._gather.argtypes, self._gather.restype = [ctypes.POINTER(_Codes), _POINTER, _LONG, _INT], _LONG
@@ -352,6 +399,45 @@ class NativeKernels:
         )
         if self._attention(job, DTYPES[q.dtype], torch.get_num_threads()):
             raise MemoryError(f"no memory for the attention of {q.shape[0]} tokens")
+        return out
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, steps: Steps) -> Tensor:
+        """Return ``recurrence.convolve``. Rows of x are contiguous, as are all others; channels are a multiple of 8."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        job = _Convolution(
+            out=out.data_ptr(),
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            states=states.data_ptr(),
+            stride=x.stride(0) * x.element_size(),
+            channels=weight.shape[0],
+            taps=weight.shape[1],
+            steps=_Steps.of(steps),
+        )
+        self._convolve(job, DTYPES[x.dtype], torch.get_num_threads())
+        return out
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, states: Tensor, steps: Steps
+    ) -> Tensor:
+        """Return ``recurrence.recur``. All are contiguous, and key_dim and value_dim are multiples of 8."""
+        out = torch.empty(v.shape, dtype=torch.float32)
+        job = _Recurrence(
+            out=out.data_ptr(),
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            decay=decay.data_ptr(),
+            rate=None if rate is None else rate.data_ptr(),
+            states=states.data_ptr(),
+            heads=v.shape[1],
+            key_heads=q.shape[1],
+            key_dim=q.shape[2],
+            value_dim=v.shape[2],
+            steps=_Steps.of(steps),
+        )
+        self._recur(job, torch.get_num_threads())
         return out
 
     def dequantize(self, codes: StoredCodes, out: Tensor, *, first_row: int = 0) -> None:

@@ -130,17 +130,24 @@ class Applier:
         if isinstance(tensor, QuantizedParameter):
             self.assign(place, tensor)
             return False
-        value = tensor.to(None, self.dtype if tensor.is_floating_point() else None)
+        value = tensor.to(None, self.wanted(place, tensor.dtype))
         if place.is_buffer and same_memory(value, tensor):
             value = value.clone()  # the forward may write to it, so it is never a view
         return not same_memory(self.assign(place, self.as_parameter(place, value)), tensor)
+
+    def wanted(self, place: Place, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that a tensor of ``dtype`` gets: floats this applier's, but for those that are ``exact``."""
+        if not dtype.is_floating_point or self.dtype is None:
+            return dtype
+        is_exact = all(attribute in getattr(owner, "exact", ()) for owner, attribute in place.owners)
+        return dtype if is_exact and dtype.itemsize > self.dtype.itemsize else self.dtype
 
     def copied_bytes(self, place: Place, dtype: torch.dtype, shape: Sequence[int], address: int) -> int:
         """Return how many bytes ``apply`` copies of a tensor of this dtype and shape; 0 where the module gets a view.
 
         ``address`` is where the tensor lies, or a number with the same low bits.
         """
-        wanted = self.dtype or dtype if dtype.is_floating_point else dtype
+        wanted = self.wanted(place, dtype)
         is_view = wanted == dtype and not place.is_buffer and address % dtype.itemsize == 0
         return 0 if is_view else math.prod(shape) * wanted.itemsize
 

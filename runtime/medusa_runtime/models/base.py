@@ -49,6 +49,39 @@ class Attention(Protocol):
         ...
 
 
+class StatefulAttention(Attention, Protocol):
+    """What layers call that keep a state of a fixed size of each sequence, in place of keys and values."""
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the weighted sums of the last inputs of each channel (``kernels.recurrence.convolve``)."""
+        ...
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
+        """Return what each token reads from the layer's matrices (``kernels.recurrence.recur``)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The layers that keep a state of a fixed size of each sequence, by their numbers, and what it is.
+
+    In each of these layers it is the last ``taps - 1`` inputs [channels] of a convolution, in the model's dtype, and
+    ``heads`` matrices [key_dim, value_dim] of float32.
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    taps: int
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return how many bytes the state of a sequence takes, in all layers."""
+        inputs = (self.taps - 1) * self.channels * dtype.itemsize
+        return len(self.layers) * (inputs + self.heads * self.key_dim * self.value_dim * 4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The facts about a model that an engine needs. Each family adds what its layers need.
@@ -56,7 +89,8 @@ class ModelConfig:
     ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
     when the model runs with transformers' code, and ``has_experts`` when its tokens choose among parts of it.
     ``max_model_len`` is the longest sequence that the engine takes, or None for one of ``max_positions``. Tokens of a
-    model that ``sees_later`` ones can be read, but not generated one by one.
+    model that ``sees_later`` ones can be read, but not generated one by one. ``recurrence`` says which layers keep a
+    state in place of keys and values, if any do.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -77,6 +111,13 @@ class ModelConfig:
     quantization: Quantization | None = None
     max_model_len: int | None = None
     sees_later: bool = False
+    recurrence: Recurrence | None = None
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The numbers of the layers that have keys and values."""
+        others = () if self.recurrence is None else self.recurrence.layers
+        return [layer for layer in range(self.num_layers) if layer not in others]
 
     @property
     def longest(self) -> int:

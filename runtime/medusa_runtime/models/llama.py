@@ -73,6 +73,7 @@ class LlamaConfig(ModelConfig):
 _KINDS = ("full_attention", "sliding_attention")
 # The defaults of transformers' configurations where they are not those of Llama's. A key that says how large a tensor
 # is, or how many there are, is better missed.
+_LFM2 = {"max_position_embeddings": 128_000, "rope_theta": 1e6}
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
@@ -84,6 +85,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": _QWEN,
     "Qwen3MoeForCausalLM": _QWEN,
     "Gemma3ForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096, "head_dim": 256},
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2 | {"num_experts_per_tok": 4, "norm_topk_prob": True},
+    "Qwen3NextForCausalLM": _QWEN | {"head_dim": 256, "norm_topk_prob": True},
+    "Qwen3_5ForCausalLM": _QWEN | {"head_dim": 256},
+    "Qwen3_5MoeForCausalLM": _QWEN | {"head_dim": 256, "norm_topk_prob": True},
     "GptOssForCausalLM": {
         "max_position_embeddings": 131072, "sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0, "attention_bias": True,
@@ -194,7 +200,7 @@ class LlamaLayer(nn.Module):
 
 class Llama(DecoderModel):
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
-    embedding_modules = ("embed_tokens",)
+    embedding_modules: ClassVar[tuple[str, ...]] = ("embed_tokens",)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -42,26 +42,40 @@ class MixtureConfig(LlamaConfig):
     def read(cls, architecture: str, fields: Fields) -> Self:
         fields = with_defaults(architecture, fields)
         llama = LlamaConfig.read(architecture, fields)
-        mixtral = architecture == "MixtralForCausalLM"
+        if architecture != "MixtralForCausalLM":
+            sparse = cls.sparse_layers(fields, llama.num_layers)
+            return cls(**vars(llama), **cls.mixture(llama, fields, sparse, shared="Qwen2" in architecture))
+        same = Fields(
+            {**fields.raw, "moe_intermediate_size": llama.intermediate_size, "norm_topk_prob": True}, fields.where
+        )
+        return cls(**vars(llama), **cls.mixture(llama, same, [True] * llama.num_layers))
+
+    @staticmethod
+    def mixture(llama: LlamaConfig, fields: Fields, sparse: Sequence[bool], *, shared: bool = False) -> dict[str, Any]:
+        """Read what a mixture has beside a Llama, as arguments of the constructor; ``shared``: an expert for all."""
         experts = fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS // llama.num_layers)
         chosen = fields.count("num_experts_per_tok")
         if chosen > experts:
             raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}", chosen)
-        step = 1 if mixtral else fields.count("decoder_sparse_step", default=1)
-        dense = [] if mixtral else fields.get("mlp_only_layers") or []
+        return {
+            "experts": experts,
+            "chosen": chosen,
+            "expert_size": fields.count("moe_intermediate_size"),
+            "normalized": fields.flag("norm_topk_prob", default=False),
+            "shared_size": fields.index("shared_expert_intermediate_size", default=0) if shared else 0,
+            "sparse": tuple(sparse),
+        }
+
+    @staticmethod
+    def sparse_layers(fields: Fields, layers: int) -> list[bool]:
+        """Return which layers have experts: every one, or each at a certain step, but for those that are named."""
+        step = fields.count("decoder_sparse_step", default=1)
+        dense = fields.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(one) is int for one in dense):
             raise fields.error("mlp_only_layers", "a list of layers' numbers", dense)
-        return cls(
-            **vars(llama),
-            experts=experts,
-            chosen=chosen,
-            expert_size=llama.intermediate_size if mixtral else fields.count("moe_intermediate_size"),
-            normalized=mixtral or fields.flag("norm_topk_prob", default=False),
-            shared_size=fields.index("shared_expert_intermediate_size", default=0) if "Qwen2" in architecture else 0,
-            sparse=tuple(at not in dense and (at + 1) % step == 0 for at in range(llama.num_layers)),
-        )
+        return [at not in dense and (at + 1) % step == 0 for at in range(layers)]
 
-    def construct(self) -> Mixture:
+    def construct(self) -> Llama:
         return Mixture(self)
 
     def mlp(self, index: int) -> nn.Module:

@@ -374,7 +374,7 @@ def test_no_block_is_written_after_the_gathering_was_closed() -> None:
 
 def test_blocks_keep_their_numbers_behind_the_spare_ones() -> None:
     gpu = host_gpu()
-    cache = KvCache(KvShape(3, 1, 4, torch.float32), 4, gpu.memory, first_layer=5)
+    cache = KvCache(KvShape(3, 1, 4, torch.float32), 4, gpu.memory, numbers=range(5, 8))
     copies = BlockCopies(cache, 6, 8)
     numbers = cache.blocks.allocate(2)
     assert numbers == [SPARE_BLOCKS, SPARE_BLOCKS + 1]

@@ -282,3 +282,34 @@ def test_it_needs_no_newer_glibc_than_torch(emulated: Path) -> None:
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", symbols)}
     assert (2, 17) <= max(needed) <= (2, 28)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_that_keep_states(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype) -> None:
+    slots, begins, starts = ([1, 0], [0, 9], [0, 5, 6])
+    steps = native.Steps(*(image.place(torch.tensor(each)) for each in (slots, begins, starts)))
+    x, weight, bias = (made(image, *shape, dtype=dtype) for shape in ((6, 72), (72, 4), (72,)))
+    states, out = made(image, 2, 3, 72, dtype=dtype), image.place(torch.zeros(6, 72, dtype=dtype))
+    own = states.clone()
+    pointers = {name: one.data_ptr() for name, one in {"out": out, "x": x, "weight": weight, "bias": bias}.items()}
+    job = native._Convolution(
+        **pointers, states=states.data_ptr(), stride=72 * x.element_size(), channels=72, taps=4,
+        steps=native._Steps.of(steps),
+    )  # fmt: skip
+    call(image, emulated, "medusa_convolve", ctypes.addressof(image.place(job)), native.DTYPES[dtype], THREADS)
+    assert_alike(out, here.convolve(x, weight, bias, own, steps))
+    assert torch.equal(states, own)
+    if dtype is not torch.float32:
+        return
+    q, k, v = (made(image, 6, *shape, dtype=dtype) for shape in ((2, 16), (2, 16), (4, 40)))
+    decay, rate = (image.place(torch.rand(6, 4)) for _ in range(2))
+    matrices, out = made(image, 2, 4, 16, 40, dtype=dtype), image.place(torch.zeros(6, 4, 40))
+    own = matrices.clone()
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "rate": rate, "states": matrices}
+    recurrence = native._Recurrence(
+        out=out.data_ptr(), **{name: one.data_ptr() for name, one in inputs.items()}, heads=4, key_heads=2, key_dim=16,
+        value_dim=40, steps=native._Steps.of(steps),
+    )  # fmt: skip
+    call(image, emulated, "medusa_recur", ctypes.addressof(image.place(recurrence)), THREADS)
+    assert_alike(out, here.recur(q, k, v, decay, rate, own, steps))
+    assert_alike(matrices, own)

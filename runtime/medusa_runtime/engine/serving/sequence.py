@@ -74,6 +74,7 @@ class Sequence:
         self.computed = 0
         self.cached_tokens: int | None = None  # of the prompt, when the sequence was first scheduled
         self.blocks: list[int] = []
+        self.slot: int | None = None  # of its state while it runs, where the model's layers keep one
         self.cancelled = False
         self.constraint: Constraint | None = None
         self.adapter: Adapter | None = None

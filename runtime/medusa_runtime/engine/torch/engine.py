@@ -38,10 +38,11 @@ from ..serving.tokenizer import Tokenizer
 from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
-from .kv_size import kv_plan, previous_kv_tokens
+from .kv_size import kv_plan, most_states, previously
 from .penalties import Adjustment
 from .prefix_cache import prefix_cache
 from .prompt_scoring import most_rows
+from .recurrent_states import RecurrentStates
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 
@@ -103,6 +104,9 @@ class TorchEngine:
         with timeline.stage("kv_plan") as detail:
             plan, self._cache = self._plan_cache(config, applier)
             detail |= {"tokens": plan.tokens, "source": plan.source}
+            states = self._cache.states
+            if states is not None:
+                detail["states"] = states.slots.blocks
         self.runner: Runner = (
             CpuRunner(self._model, self._cache) if gpu is None else self._gpu_runner(gpu, plan.max_model_len)
         )
@@ -111,10 +115,11 @@ class TorchEngine:
         self._recorded = self._recorded_blocks()
         self._scheduler = Scheduler(
             self._cache.blocks,
-            max_concurrency=settings.max_concurrency,
+            max_concurrency=settings.max_concurrency if states is None else states.slots.blocks,
             max_batched_tokens=settings.max_batched_tokens,
             most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
-            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb, self._recorded),
+            prefixes=prefix_cache(self._cache, settings.prefix_cache_mb, self._recorded) if states is None else None,
+            slots=None if states is None else states.slots,
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)
@@ -145,21 +150,32 @@ class TorchEngine:
     def _plan_cache(self, config: ModelConfig, applier: Applier) -> tuple[KvPlan, KvCache]:
         """Plan the KV cache and allocate it. On a GPU, this waits until all weights have their addresses."""
         gpu, settings = self._gpu, self._settings
-        cached = self._cached_layers()
+        cached = [layer for layer in config.attention_layers if layer in self._cached_layers()]
         shape = KvShape.of(config, self._dtype, len(cached))
-        plan = partial(kv_plan, self._region, config, settings, self._dtype, applier, layers=len(cached))
+        facts = (self._region, config, settings, self._dtype, applier)
+        plan = partial(kv_plan, *facts, layers=len(cached))
         if gpu is None:
-            planned = plan(previous_kv_tokens=previous_kv_tokens(self._timeline))
-            return planned, KvCache(shape, planned.blocks, first_layer=cached.start)
+            states, states_bytes = None, 0
+            if config.recurrence is not None:
+                count = previously(self._timeline, "states") or most_states(*facts)
+                states_bytes = count * config.recurrence.state_bytes(self._dtype)
+                states = RecurrentStates(config.recurrence, self._dtype, count)
+            planned = plan(previous_kv_tokens=previously(self._timeline, "tokens"), states_bytes=states_bytes)
+            return planned, KvCache(shape, planned.blocks, numbers=cached, states=states)
         planned = plan(
             device_free_bytes=gpu.free_bytes_beside_weights(self._loader),
             graph_sizes=gpu.graph_sizes(settings.max_concurrency) if self._caches_all_layers else (),
         )
-        return planned, KvCache(shape, gpu.limit_blocks(planned.blocks), gpu.memory, first_layer=cached.start)
+        return planned, KvCache(shape, gpu.limit_blocks(planned.blocks), gpu.memory, numbers=cached)
 
     def _recorded_blocks(self) -> RecordedBlocks | None:
-        """Return the recorded prompts. A GPU computes them faster than they come, and a group shares its steps."""
+        """Return the recorded prompts. A GPU computes them faster than they come, and a group shares its steps.
+
+        They have keys and values, but no states.
+        """
         if self._gpu is not None or self._settings.prefix_cache_mb == 0 or self._settings.group is not None:
+            return None
+        if self._cache.states is not None:
             return None
         if self._settings.state == "none":  # the node agent's region may have them
             return None

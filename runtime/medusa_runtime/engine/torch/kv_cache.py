@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...models import ModelConfig
 from .block_pool import BlockPool
+from .recurrent_states import RecurrentStates
 
 BLOCK_TOKENS = 16
 SPARE_BLOCKS = 16
@@ -29,8 +30,8 @@ class KvShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> KvShape:
-        """Return the shape for a model's cache, for all of its layers or for a number of them."""
-        return cls(layers or config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        """Return the shape for a model's cache, for all layers that have keys and values or for a number of them."""
+        return cls(layers or len(config.attention_layers), config.num_kv_heads, config.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -46,12 +47,23 @@ class KvCache:
     ``spare`` on, which belong to no sequence: padding is written there. They come first, so that a graph's reference
     inputs do not depend on the number of blocks.
 
-    ``first_layer`` is the number that the pool's first layer has in the model, for a worker with a range of layers.
+    ``numbers`` are those that the pool's layers have in the model, by default 0, 1 and so on. ``states`` are what other
+    layers keep of a sequence.
     """
 
-    def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None, *, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        blocks: int,
+        memory: Memory | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+        states: RecurrentStates | None = None,
+    ) -> None:
         self.shape = shape
-        self.first_layer = first_layer
+        self.states = states
+        numbers = range(shape.layers) if numbers is None else numbers
+        self.first_layer = numbers[0]
         self.spare = 0
         spares = 0 if memory is None else SPARE_BLOCKS
         self.blocks = BlockPool(blocks, spares)
@@ -62,7 +74,7 @@ class KvCache:
         else:
             size_bytes = total * shape.block_bytes
             self.pool = memory(KV_CACHE, size_bytes)[:size_bytes].view(shape.dtype).view(sizes)
-        self.layers = {number: (layer[0], layer[1]) for number, layer in enumerate(self.pool, first_layer)}
+        self.layers = {number: (layer[0], layer[1]) for number, layer in zip(numbers, self.pool, strict=True)}
         self.slots = {number: (k.flatten(0, 1), v.flatten(0, 1)) for number, (k, v) in self.layers.items()}
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,9 +34,12 @@ from ...timeline import Timeline
 from ..preimport import COMPILED_PRODUCTS_BYTES
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
+logger = logging.getLogger(__name__)
+
 # What grows after the plan on a CPU: the function's processes, compiled code, the allocator's slack. Measured
 # (benchmarks.least_memory).
 _LEAST_MARGIN_BYTES = 40 << 20
+_STATES_SHARE = 2  # the states of sequences get one in this many of the free bytes
 _TOKENIZER_FACTOR = 10  # a tokenizer takes eight to eleven times the memory of its file
 
 
@@ -101,12 +105,14 @@ def kv_plan(
     layers: int | None = None,
     graph_sizes: Sequence[int] = (),
     previous_kv_tokens: int | None = None,
+    states_bytes: int = 0,
 ) -> KvPlan:
     """Return the state bundle's KV plan if it fits this machine now, else compute one. Raises ConfigError.
 
     ``device_free_bytes``: for a cache on a GPU, the GPU's free memory beside the weights. ``layers``: how many of the
     model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on the
-    GPU. ``previous_kv_tokens``: the size of the cache of the engine that this one replaces.
+    GPU. ``previous_kv_tokens``: the size of the cache of the engine that this one replaces. ``states_bytes``: what
+    sequences' states take on a CPU.
     """
     sizes, index = (
         geometry(KvShape.of(config, dtype, layers), config.max_positions),
@@ -118,7 +124,7 @@ def kv_plan(
     return plan_kv_cache(
         sizes,
         settings,
-        free_bytes=free_bytes(region, index, settings, dtype, applier)
+        free_bytes=free_bytes(region, index, settings, dtype, applier) - states_bytes
         if device_free_bytes is None
         else device_free_bytes,
         activation_bytes=estimated_activation_bytes(index, config, settings, dtype),
@@ -129,12 +135,29 @@ def kv_plan(
             vocabulary=config.vocab_size,
             item_bytes=dtype.itemsize,
         ),
-        recorded=recorded_plan(region) if layers in (None, config.num_layers) else None,  # it is for all layers
+        # A record is for all layers.
+        recorded=recorded_plan(region) if layers in (None, len(config.attention_layers)) else None,
         least=_least(region, config, settings, sizes.dtype) if device_free_bytes is None else None,
         remedy="give the container more memory"
         if device_free_bytes is None
         else "use a larger GPU, or end what else runs on this one",
     )
+
+
+def most_states(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype, applier: Applier) -> int:
+    """Return for how many sequences at a time there is memory for the states of layers without keys and values.
+
+    These get up to half of what is free, and the KV cache the rest.
+    """
+    assert config.recurrence is not None
+    free = free_bytes(region, applier.tensors(region).wait_index(), settings, dtype, applier)
+    count = free // _STATES_SHARE // config.recurrence.state_bytes(dtype)
+    if count < settings.max_concurrency:
+        logger.warning(
+            "memory has room for the states of %d sequences, so %d requests run at a time, not %d",
+            *(max(count, 1), max(count, 1), settings.max_concurrency),
+        )
+    return min(max(count, 1), settings.max_concurrency)
 
 
 def _least(region: Region, config: ModelConfig, settings: Settings, dtype: str) -> Least:
@@ -144,14 +167,14 @@ def _least(region: Region, config: ModelConfig, settings: Settings, dtype: str) 
     return Least(_LEAST_MARGIN_BYTES + tokenizer_bytes + products_bytes, logits_bytes(settings, config.vocab_size))
 
 
-def previous_kv_tokens(timeline: Timeline) -> int | None:
-    """Return how many tokens fit into the cache of the engine that this one replaces; None for the first engine.
+def previously(timeline: Timeline, name: str) -> int | None:
+    """Return a number of the plan of the engine that this one replaces, such as "tokens"; None for the first engine.
 
     The kernel frees a killed process's memory bit by bit, so little may be free at this moment. A cache that is sized
     by it would stay too small for as long as the instance lives.
     """
-    planned = [stage.detail["tokens"] for stage in timeline.stages() if stage.name == "kv_plan" and stage.detail]
-    return planned[-1] if planned else None
+    planned = [stage.detail for stage in timeline.stages() if stage.name == "kv_plan" and stage.detail]
+    return planned[-1].get(name) if planned else None
 
 
 def estimated_activation_bytes(index: WeightIndex, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...kernels import recurrence
 from ..serving.sequence import Span
 from .kv_cache import KvCache
 
@@ -29,6 +30,10 @@ class PagedAttention:
             slots += sequence.slots(start, stop)
             rows += [row] * (stop - start)
             contexts += range(start + 1, stop + 1)
+        if cache.states is not None:
+            starts = torch.tensor([0, *(span.stop - span.start for span in spans)]).cumsum(0)
+            places = torch.tensor([sequence.slot for sequence, *_ in spans])
+            self.steps = recurrence.Steps(places, torch.tensor([span.start for span in spans]), starts)
         self.slots = torch.tensor(slots)
         self.tables = torch.tensor(tables, dtype=torch.int32)
         self.rows = torch.tensor(rows, dtype=torch.int32)
@@ -55,3 +60,13 @@ class PagedAttention:
                 q, keys, values, *places, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
         return kernels.paged_attention(q, keys, values, *places, scale=scale, window=window, sinks=sinks)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve the new inputs with the last ones of each sequence (``StatefulAttention``)."""
+        assert self.cache.states is not None
+        return recurrence.convolve(x, weight, bias, self.cache.states.inputs[layer], self.steps)
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
+        """Update the matrices of each sequence, and read from them (``StatefulAttention``)."""
+        assert self.cache.states is not None
+        return recurrence.recur(q, k, v, decay, rate, self.cache.states.matrices[layer], self.steps)

@@ -26,6 +26,7 @@ from ..serving.sequence import Sequence, Span
 from ..serving.transcript import Transcript
 from .kv_cache import KvCache, KvShape, blocks_for
 from .kv_size import estimated_activation_bytes, geometry
+from .recurrent_states import RecurrentStates
 from .runner import run_step
 
 _ORDER_TOKENS = 4
@@ -100,7 +101,8 @@ def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config
     Returns None if this kernel does not report it.
     """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
-    cache = KvCache(shape, blocks_for(tokens))
+    states = None if config.recurrence is None else RecurrentStates(config.recurrence, shape.dtype, 1)
+    cache = KvCache(shape, blocks_for(tokens), numbers=config.attention_layers, states=states)
     run_step(model, cache, prefill_step(tokens))  # so that weights, cache, threads and lasting buffers do not count
     return measure_forward(
         lambda: run_step(model, cache, prefill_step(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
@@ -119,6 +121,7 @@ def prefill_step(tokens: int) -> list[Span]:
         transcript=Transcript(None, (), include_stop=False),
     )
     sequence.blocks = list(range(blocks_for(tokens)))
+    sequence.slot = 0
     return [Span(sequence, 0, tokens)]
 
 

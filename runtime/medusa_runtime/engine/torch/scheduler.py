@@ -27,11 +27,14 @@ class Scheduler:
         max_batched_tokens: int,
         most_scored_tokens: int | None = None,
         prefixes: PrefixCache | None = None,
+        slots: BlockPool | None = None,
     ) -> None:
         """Schedule at most ``most_scored_tokens`` in a step of prompts whose tokens are scored.
 
-        Without ``prefixes``, every sequence computes its whole prompt.
+        Without ``prefixes``, every sequence computes its whole prompt. Of ``slots``, for models whose layers keep a
+        state of each sequence, a sequence has one while it runs; there are ``max_concurrency`` of them.
         """
+        self._slots = slots
         self._pool = pool
         self._prefixes = prefixes
         self._max_concurrency = max_concurrency
@@ -137,6 +140,8 @@ class Scheduler:
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
                 self.cached_tokens += sequence.computed
+            if self._slots is not None:
+                (sequence.slot,) = self._slots.allocate(1) or (None,)
             self.running.append(self.waiting.popleft())
             budget -= self._prefill(sequence, budget, prefills)
 
@@ -217,4 +222,7 @@ class Scheduler:
             self._prefixes.leave(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
+        if self._slots is not None and sequence.slot is not None:
+            self._slots.release([sequence.slot])
+            sequence.slot = None
         sequence.computed = 0

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medusa_runtime.kernels import recurrence
 from medusa_runtime.kernels.paged import masked_attention
 
 
@@ -47,6 +48,12 @@ class WholeAttention:
             return masked_attention(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return convolve_whole(x, weight, bias, [len(x)])
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
+        return recur_whole(q, k, v, decay, rate, [len(q)])
+
 
 class WholeTexts:
     """Attention for a forward pass over several whole sequences, which have these numbers of tokens."""
@@ -58,3 +65,21 @@ class WholeTexts:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         parts = zip(*(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
         return torch.cat([self._each.attend(layer, *part, **options) for part in parts])
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return convolve_whole(x, weight, bias, self._lengths)
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
+        return recur_whole(q, k, v, decay, rate, self._lengths)
+
+
+def convolve_whole(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int]) -> Tensor:
+    """Return ``kernels.recurrence.convolve`` of whole sequences with these numbers of tokens."""
+    states = x.new_empty(len(lengths), weight.shape[1] - 1, weight.shape[0])
+    return recurrence.convolve(x, weight, bias, states, recurrence.steps_of(lengths))
+
+
+def recur_whole(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, lengths: list[int]) -> Tensor:
+    """Return ``kernels.recurrence.recur`` of whole sequences with these numbers of tokens."""
+    states = v.new_empty(len(lengths), v.shape[1], k.shape[2], v.shape[2])
+    return recurrence.recur(q, k, v, decay, rate, states, recurrence.steps_of(lengths))

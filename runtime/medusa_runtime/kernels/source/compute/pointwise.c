@@ -1,45 +1,14 @@
 /* The steps between the products of a decoder layer: norm, rope, gated activation, writes to the KV cache. They round where
  * torch's operations would: after every operation. For AVX2, which is as fast as memory here, and for NEON. */
 #include <math.h>
-#include <stdatomic.h>
 
 #include "exponential.h"
-#include "parallel.h"
 #include "pointwise.h"
+#include "rows.h"
 #include "stored.h"
-
-enum { TICKET = 1 << 15 }; /* elements: some 10 µs of work, below which waking threads costs more than it brings */
-
-struct run {
-    void (*rows)(const void *job, long first, long stop);
-    const void *job;
-    long count, step;
-    atomic_long next;
-};
-
-static void take_rows(void *argument, int thread)
-{
-    (void)thread;
-    struct run *run = argument;
-    for (long row; (row = atomic_fetch_add(&run->next, run->step)) < run->count;)
-        run->rows(run->job, row, row + run->step < run->count ? row + run->step : run->count);
-}
-
-static void spread_rows(void (*rows)(const void *, long, long), const void *job, long count, long size, int threads)
-{
-    struct run run = {.rows = rows, .job = job, .count = count, .step = TICKET / size + 1};
-    medusa_spread(take_rows, &run, count > run.step ? threads : 1);
-}
 
 /* Sizes are multiples of LANES: pointwise.py and recording.py check it. */
 #define EACH(i, size) for (long i = 0; i < (size); i += LANES)
-#define AT(p, i) ((p) + (i) * size_of(dtype))
-
-#define DEFINE(name)                                                                                                           \
-    static void name##_bf16(const void *job, long first, long stop) { name(job, first, stop, DTYPE_BF16); }                   \
-    static void name##_fp16(const void *job, long first, long stop) { name(job, first, stop, DTYPE_FP16); }                   \
-    static void name##_fp32(const void *job, long first, long stop) { name(job, first, stop, DTYPE_FP32); }                   \
-    static void (*const name##s[3])(const void *, long, long) = {name##_bf16, name##_fp16, name##_fp32};
 
 /* Strides are in bytes from row to row. */
 struct norm {

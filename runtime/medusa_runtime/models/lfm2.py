@@ -1,0 +1,197 @@
+"""LFM2 (Liquid AI, 2025): most layers are gated short convolutions, and keep the last two inputs of each sequence.
+
+The others attend. Those of LFM2-MoE have experts behind the first few layers, which sigmoids choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medusa_runtime.kernels.native import MAX_TAPS
+from medusa_runtime.models.base import Recurrence, StatefulAttention
+from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.layers.linear import Linear
+from medusa_runtime.models.layers.rope import Rotation
+from medusa_runtime.models.layers.taps import Taps
+from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, with_defaults
+from medusa_runtime.models.mixture import MixtureConfig, Routed
+
+_NAMES = {
+    "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp",
+    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm",
+    "embedding_norm": "norm",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(LlamaConfig):
+    conv_bias: bool
+
+    @classmethod
+    def read(cls, architecture: str, fields: Fields) -> Self:
+        fields = with_defaults(architecture, fields)
+        return cls(**vars(_llama(architecture, fields)), **_convolution(fields))
+
+    def construct(self) -> Llama:
+        return Lfm2(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
+    """``scale`` is what the shares of the chosen experts are multiplied with, and ``biased`` if biases choose, too."""
+
+    scale: float
+    biased: bool
+
+    @classmethod
+    def read(cls, architecture: str, fields: Fields) -> Self:
+        fields = with_defaults(architecture, fields)
+        llama = _llama(architecture, fields)
+        dense = fields.index("num_dense_layers", default=2)
+        return cls(
+            **vars(llama),
+            **_convolution(fields),
+            **cls.mixture(llama, fields, [layer >= dense for layer in range(llama.num_layers)]),
+            scale=fields.number("routed_scaling_factor", default=1.0),
+            biased=fields.flag("use_expert_bias", default=True),
+        )
+
+    def construct(self) -> Llama:
+        return Lfm2Moe(self)
+
+    def mlp(self, index: int) -> nn.Module:
+        return Lfm2Experts(self) if self.sparse[index] else GatedMLP(self, self.intermediate_size)
+
+
+def _llama(architecture: str, fields: Fields) -> LlamaConfig:
+    """Read what LFM2 shares with Llama, under Llama's names."""
+    names = {
+        "rms_norm_eps": fields.number("norm_eps", default=1e-5),
+        "tie_word_embeddings": fields.flag("tie_embedding", "tie_word_embeddings", default=True),
+        "intermediate_size": _width(fields) if architecture == "Lfm2ForCausalLM" else fields.count("intermediate_size"),
+    }
+    llama = LlamaConfig.read(architecture, Fields(dict(fields.raw) | names, fields.where))
+    kinds = layer_kinds(fields, llama.num_layers, "conv", _attends(fields, llama.num_layers))
+    taps = fields.count("conv_L_cache", default=3, most=MAX_TAPS)
+    if taps < 2:
+        raise fields.error("conv_L_cache", f"2 to {MAX_TAPS}", taps)
+    others = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+    changed = {"qk_norm": True, "recurrence": Recurrence(others, llama.hidden_size, taps) if others else None}
+    return LlamaConfig(**vars(llama) | changed)
+
+
+def _convolution(fields: Fields) -> dict[str, Any]:
+    return {"conv_bias": fields.flag("conv_bias", default=False)}
+
+
+def _width(fields: Fields) -> int:
+    """Return the width of the perceptrons: two thirds of what is given, rounded up, unless it is given exactly."""
+    width = fields.count("block_ff_dim", "intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    unit = fields.count("block_multiple_of", default=256)
+    width = int(fields.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+    return -(-width // unit) * unit
+
+
+def _attends(fields: Fields, layers: int) -> list[bool]:
+    """Return which layers attend, if ``layer_types`` does not say it: by their numbers, or else all."""
+    numbers = fields.get("full_attn_idxs")
+    if numbers is None:
+        return [True] * layers
+    if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
+        raise fields.error("full_attn_idxs", "a list of layers' numbers", numbers)
+    return [layer in numbers for layer in range(layers)]
+
+
+def layer_kinds(fields: Fields, layers: int, other: str, attends: Sequence[bool]) -> list[str]:
+    """Return what each layer is, "full_attention" or ``other``: by ``layer_types`` or, if absent, ``attends``.
+
+    Raises ConfigError for other names, and if no layer attends, as the engine needs one for its KV cache.
+    """
+    kinds = fields.names("layer_types") or ["full_attention" if one else other for one in attends]
+    if len(kinds) != layers or not {*kinds} <= {"full_attention", other} or "full_attention" not in kinds:
+        expected = f"{layers} times full_attention or {other}, with at least one full_attention"
+        raise fields.error("layer_types", expected, kinds)
+    return kinds
+
+
+class ShortConv(nn.Module):
+    """A convolution of gated inputs, whose results are gated again."""
+
+    def __init__(self, config: Lfm2Config, index: int) -> None:
+        super().__init__()
+        assert config.recurrence is not None
+        hidden, bias = config.hidden_size, config.conv_bias
+        self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
+        self.conv = Taps(index, hidden, config.recurrence.taps, bias=bias)
+        self.out_proj = Linear(hidden, hidden, bias=bias)
+
+    def forward(self, normed: Tensor, hidden: Tensor, attention: StatefulAttention) -> Tensor:
+        """Return ``hidden`` plus the convolution of ``normed``, both [tokens, hidden]."""
+        before, behind, x = self.in_proj(normed).chunk(3, -1)
+        return cast(Tensor, self.out_proj(behind * self.conv(before * x, attention), hidden))
+
+
+class ConvLayer(nn.Module):
+    def __init__(self, config: Lfm2Config, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = config.norm()
+        self.conv = ShortConv(config, index)
+        self.post_attention_layernorm = config.norm()
+        self.mlp = config.mlp(index)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attention: StatefulAttention) -> Tensor:
+        hidden = self.conv(self.input_layernorm(hidden), hidden, attention)
+        return cast(Tensor, self.mlp(self.post_attention_layernorm(hidden), hidden))
+
+
+class Lfm2Experts(Routed):
+    """Experts of which each token uses those with the largest sigmoids, plus a bias that counts for the choice only."""
+
+    def __init__(self, config: Lfm2MoeConfig) -> None:
+        super().__init__(config.chosen)
+        self.normalized, self.scale = config.normalized, config.scale
+        self.gate = Linear(config.hidden_size, config.experts, bias=False)
+        self.expert_bias = nn.Parameter(torch.empty(config.experts)) if config.biased else None
+        self.experts = nn.ModuleList(GatedMLP(config, config.expert_size) for _ in range(config.experts))
+
+    def route(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        shares = F.sigmoid(self.gate(normed))
+        scores = shares if self.expert_bias is None else shares + self.expert_bias
+        chosen = torch.topk(scores, self.chosen, -1).indices
+        shares = shares.gather(1, chosen)
+        if self.normalized:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-6)
+        return shares * self.scale, chosen
+
+
+class Lfm2(Llama):
+    config_class: ClassVar[type[LlamaConfig]] = Lfm2Config
+    embedding_modules = ()  # what layers keep of a sequence stays in one process
+
+    def __init__(self, config: Lfm2Config) -> None:
+        super().__init__(config)
+        others = () if config.recurrence is None else config.recurrence.layers
+        for index in others:
+            self.layers[index] = ConvLayer(config, index)
+
+    def rename(self, name: str) -> str | None:
+        found = super().rename(name)
+        if found is None:
+            return None
+        found = found.replace("self_attn.out_proj", "self_attn.o_proj")
+        return ".".join(_NAMES.get(part, part) for part in found.split("."))
+
+
+class Lfm2Moe(Lfm2):
+    config_class = Lfm2MoeConfig
+
+
+__all__ = ["Lfm2", "Lfm2Config", "Lfm2Moe", "Lfm2MoeConfig", "layer_kinds"]

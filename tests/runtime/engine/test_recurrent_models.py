@@ -1,0 +1,162 @@
+"""Models whose layers keep a state of each sequence: transformers' tokens, however steps are cut and shared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_fixtures import SETTINGS, Served
+from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.kernels import recurrence
+from medusa_runtime.models import model_config
+from recurrent_models import SHAPES, write_recurrent
+
+from benchmarks.quantize import quantize
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 12
+PROMPTS = [list(range(5, 60)), [8], [41] * 20, [30, 77, 5]]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recurrent(tmp_path_factory.mktemp("recurrent"), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers generates in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    return found
+
+
+def answers(served: Served, prompts: list[list[int]]) -> list[list[int]]:
+    asked = [served.ask(prompt, max_tokens=TOKENS, logit_bias={2: -100.0}) for prompt in prompts]
+    return [answer.tokens for answer in asked]
+
+
+def test_tokens_are_those_of_transformers(
+    folder: Path, expected: list[list[int]], serve: Callable[..., Served]
+) -> None:
+    """Prompts come in chunks, and beside decodes; a second time, when nothing may be left of the first."""
+    served = serve(folder, max_batched_tokens=max(12, SETTINGS.max_concurrency))
+    assert answers(served, PROMPTS) == expected
+    assert answers(served, PROMPTS[::-1]) == expected[::-1]
+    assert served.engine.stats()["cached_tokens_total"] == 0
+
+
+def test_without_compiled_kernels(
+    folder: Path, expected: list[list[int]], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrence, "native_kernels_for", lambda *tensors: None)
+    assert answers(serve(folder, max_batched_tokens=12, max_concurrency=4), PROMPTS) == expected
+
+
+def test_preempted_sequences_begin_again(folder: Path, expected: list[list[int]], serve: Callable[..., Served]) -> None:
+    served = serve(folder, max_model_len=80, kv_cache_mb=None, max_concurrency=4)
+    blocks = served.engine._cache.blocks
+    blocks.limit(6)  # the first sequence needs a fifth block while the second one has two
+    assert answers(served, [PROMPTS[0], PROMPTS[2], PROMPTS[0]]) == [expected[0], expected[2], expected[0]]
+    assert served.engine.stats()["preemptions_total"]
+    assert blocks.used == served.engine._cache.states.slots.used == 0
+
+
+def test_an_ended_request_leaves_its_state_to_others(
+    folder: Path, expected: list[list[int]], serve: Callable[..., Served]
+) -> None:
+    served = serve(folder, max_concurrency=2)
+    endless = served.ask(PROMPTS[2], max_tokens=200, ignore_eos=True)
+    endless.next()
+    served.engine.cancel(endless.id)
+    assert answers(served, PROMPTS) == expected
+    assert served.engine._cache.states.slots.used == 0
+
+
+def test_weights_may_be_quantized(folder: Path, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    quantize(folder, stored, "fp8-blocks", dequantized=floats)
+    found = [answers(serve(each, max_concurrency=2), PROMPTS[1:]) for each in (stored, floats)]
+    assert found[0] == found[1]
+
+
+def test_memory_limits_how_many_run_at_a_time(
+    folder: Path, expected: list[list[int]], serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """States get half of what is free beside the weights."""
+    config = model_config(json.loads((folder / "config.json").read_text()))
+    state_bytes = config.recurrence.state_bytes(torch.float32)
+    concurrency = (64 << 20) // state_bytes  # whose states take 64 MiB
+    served = serve(folder, memory_limit_mb=32, max_concurrency=concurrency, kv_cache_mb=1)
+    count = served.engine._cache.states.slots.blocks
+    assert 2 < count <= (16 << 20) // state_bytes
+    assert f"memory has room for the states of {count} sequences, so {count} requests run at a time" in caplog.text
+    assert answers(served, PROMPTS) == expected
+
+
+def test_a_gpu_is_not_for_them(folder: Path) -> None:
+    from medusa_runtime.engine.checkpoint_files import check_for_gpu
+
+    with pytest.raises(ModelError, match="keep a state of each sequence, which the torch engine runs on CPUs only"):
+        check_for_gpu(model_config(json.loads((folder / "config.json").read_text())))
+
+
+def raw(architecture: str, tmp_path: Path, **changes: object) -> dict[str, object]:
+    """A config.json as transformers writes it, changed."""
+    folder = write_recurrent(tmp_path, architecture)
+    found: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return {key: value for key, value in (found | changes).items() if value != "absent"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 4}, "with at least one full_attention"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "layer_types to be 4 times"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "mamba", "conv", "full_attention"]}, "full_attention or conv"),
+        ("Lfm2ForCausalLM", {"layer_types": "absent", "full_attn_idxs": [1, "2"]}, "a list of layers' numbers"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 1}, "conv_L_cache to be 2 to 16"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 99}, "conv_L_cache to be at most 16"),
+        ("Lfm2MoeForCausalLM", {"num_experts_per_tok": 9}, "at most the number of experts, 8"),
+        ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 3}, "a divisor of the 4 heads of values"),
+        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim to be 2 to 16"),
+        ("Qwen3_5ForCausalLM", {"linear_value_head_dim": 0}, "linear_value_head_dim to be a positive integer"),
+        ("Qwen3_5ForCausalLM", {"rope_parameters": [1]}, "rope_parameters to be an object"),
+        ("Qwen3_5ForCausalLM", {"rope_parameters": {"partial_rotary_factor": 2}}, "at most 1"),
+        ("Qwen3_5ForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.001}}, "head_dim"),
+        ("Qwen3NextForCausalLM", {"full_attention_interval": 0, "layer_types": "absent"}, "full_attention_interval"),
+        ("Qwen3NextForCausalLM", {"full_attention_interval": 9, "layer_types": "absent"}, "at least one"),
+    ],
+)
+def test_wrong_values_are_named(architecture: str, changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_config(raw(architecture, tmp_path, **changes))
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_absent_keys_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    """What stands in a small config.json of the Hub is read as from one in which all keys are."""
+    kind = getattr(transformers, architecture).config_class
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96}
+    small = {"architectures": [architecture], "model_type": kind.model_type, "eos_token_id": 2, "dtype": "float32"}
+    if "Moe" in architecture or "Next" in architecture:
+        small |= {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 4}
+        small |= {} if architecture.startswith("Lfm2") else {"shared_expert_intermediate_size": 48}
+    small |= sizes | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": SHAPES[architecture].get("layer_types"),
+    }
+    kind(**{key: value for key, value in small.items() if key != "architectures"}).save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    assert model_config(small) == model_config(whole | {"architectures": [architecture]})
