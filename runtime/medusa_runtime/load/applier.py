@@ -136,11 +136,11 @@ class Applier:
         return not same_memory(self.assign(place, self.as_parameter(place, value)), tensor)
 
     def wanted(self, place: Place, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that a tensor of ``dtype`` gets: floats this applier's, but for those that are ``exact``."""
+        """Return the dtype that a tensor of ``dtype`` gets: for floats this applier's, or float32 if it stays so."""
         if not dtype.is_floating_point or self.dtype is None:
             return dtype
-        is_exact = all(attribute in getattr(owner, "exact", ()) for owner, attribute in place.owners)
-        return dtype if is_exact and dtype.itemsize > self.dtype.itemsize else self.dtype
+        stays = all(attribute in getattr(owner, "stays_float32", ()) for owner, attribute in place.owners)
+        return dtype if stays and dtype.itemsize > self.dtype.itemsize else self.dtype
 
     def copied_bytes(self, place: Place, dtype: torch.dtype, shape: Sequence[int], address: int) -> int:
         """Return how many bytes ``apply`` copies of a tensor of this dtype and shape; 0 where the module gets a view.

@@ -130,7 +130,7 @@ class GatedAttention(SelfAttention):
 class GatedDeltaNet(nn.Module):
     """Linear attention with the gated delta rule, behind a short convolution of queries, keys and values."""
 
-    exact = ("A_log",)  # stays float32 where the checkpoint has it so: all tokens of a sequence share its error
+    stays_float32 = ("A_log",)  # where the checkpoint has it so: all tokens of a sequence share its error
 
     def __init__(self, config: Qwen3NextConfig, index: int) -> None:
         super().__init__()
