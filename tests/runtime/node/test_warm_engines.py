@@ -187,6 +187,7 @@ def test_a_gpu_that_cannot_be_used_is_named_by_a_warm_process_too(
     monkeypatch.setattr(warm_engine, "choose", lambda asked, environ: "cuda")
     monkeypatch.setattr(warm_engine, "DeviceContext", Context)
     monkeypatch.setattr(warm_engine, "_end_with", lambda lease: lease.close())
+    monkeypatch.setattr(warm_engine, "limit_log", lambda: None)  # pytest's handlers would keep it for all later tests
     monkeypatch.setattr(warm_engine, "run_engine", lambda make, listener, **_: (listener.close(), make()))
     listener, timeline, reports, lease = map(os.dup, given[0])
     region = Region.create()
