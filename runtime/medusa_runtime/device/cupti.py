@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from ..errors import DeviceError
 from .compiling import compile_library
+from .driver import Driver
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class ModuleRecorder:
     """Collects each image that is loaded while it is open, once, in ``images``.
 
     ``handles`` maps a CUmodule or CUlibrary to the SHA-256 of its image, in hexadecimal. A process can have only one
-    subscriber of CUPTI, so no profiler can run beside the recorder. If there is no CUPTI, or it refuses, ``error`` says
-    why nothing is recorded; kernels are then found by triggering.
+    subscriber of CUPTI, so no profiler can run beside the recorder. If there is no driver or no CUPTI, or CUPTI
+    refuses, ``error`` says why nothing is recorded; kernels are then found by triggering.
     """
 
     def __init__(self, library: str | None = None) -> None:
@@ -62,6 +63,8 @@ class ModuleRecorder:
         self._callback = kind(self._loaded) if self._native is None else self._native.medusa_module_loaded
         self.error: DeviceError | None = None
         try:
+            if library is None:
+                Driver()  # without a driver, each function of CUDA 13.2's CUPTI calls itself until the stack overflows
             self._cupti = _load(library)
             self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
             self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _RESOURCE, _MODULE_LOADED)
