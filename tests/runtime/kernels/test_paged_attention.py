@@ -60,12 +60,14 @@ def exact(b: Batch, scale: float, window: int | None, sinks: Tensor | None = Non
     return torch.stack(rows)
 
 
-def assert_close(found: Tensor, b: Batch, scale: float, window: int | None, sinks: Tensor | None = None) -> None:
+def assert_close(
+    found: Tensor, b: Batch, scale: float, window: int | None, sinks: Tensor | None = None, atol: float = 2e-6
+) -> None:
     expected = exact(b, scale, window, sinks)
     assert found.dtype is b.q.dtype
     assert found.shape == b.q.shape
     eps = torch.finfo(found.dtype).eps
-    assert torch.allclose(found.double(), expected, rtol=eps, atol=max(eps / 8, 2e-6))
+    assert torch.allclose(found.double(), expected, rtol=eps, atol=max(eps / 8, atol))
 
 
 CASES = {
@@ -102,7 +104,8 @@ def test_torch(case: str, window: int | None) -> None:
     b = batch(*CASES[case], torch.float32)
     for pool in (b.keys, b.values):
         pool.nan_to_num_()  # torch multiplies masked slots by zero; the cache gives it zeroed memory
-    assert_close(paged.attention(*b, scale=0.17, window=window), b, 0.17, window)
+    # The attention of torch 2.15 is off by up to 2.6e-6, that of 2.13 by 1.7e-6.
+    assert_close(paged.attention(*b, scale=0.17, window=window), b, 0.17, window, atol=4e-6)
 
 
 def test_blocks_before_the_window_may_be_gone(compiled: native.NativeKernels) -> None:
