@@ -105,7 +105,7 @@ def check_for_gpu(config: ModelConfig) -> None:
             f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
             "--device cpu, or --engine vllm"
         )
-    if config.recurrence is not None:
+    if config.states:
         raise ModelError(
             f"{config.architecture} has layers that keep a state of each sequence, which the torch engine runs on CPUs "
             "only; expected --device cpu, or --engine vllm"

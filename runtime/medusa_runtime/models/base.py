@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,25 +63,11 @@ class StatefulAttention(Attention, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """The layers that keep a state of a fixed size of each sequence, by their numbers, and what it is.
+class StateShape(NamedTuple):
+    """The sizes of what a layer keeps of each sequence, and its dtype: None for the model's own."""
 
-    In each of these layers it is the last ``taps - 1`` inputs [channels] of a convolution, in the model's dtype, and
-    ``heads`` matrices [key_dim, value_dim] of float32.
-    """
-
-    layers: tuple[int, ...]
-    channels: int
-    taps: int
-    heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Return how many bytes the state of a sequence takes, in all layers."""
-        inputs = (self.taps - 1) * self.channels * dtype.itemsize
-        return len(self.layers) * (inputs + self.heads * self.key_dim * self.value_dim * 4)
+    sizes: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +77,8 @@ class ModelConfig:
     ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
     when the model runs with transformers' code, and ``has_experts`` when its tokens choose among parts of it.
     ``max_model_len`` is the longest sequence that the engine takes, or None for one of ``max_positions``. Tokens of a
-    model that ``sees_later`` ones can be read, but not generated one by one. ``recurrence`` says which layers keep a
-    state in place of keys and values, if any do.
+    model that ``sees_later`` ones can be read, but not generated one by one. ``kv_layers`` are the layers that have
+    keys and values; None: all. ``states`` has what each layer keeps of a sequence besides; it is empty if none does.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -111,13 +99,18 @@ class ModelConfig:
     quantization: Quantization | None = None
     max_model_len: int | None = None
     sees_later: bool = False
-    recurrence: Recurrence | None = None
+    kv_layers: tuple[int, ...] | None = None
+    states: tuple[tuple[StateShape, ...], ...] = ()
 
     @property
-    def attention_layers(self) -> list[int]:
+    def attention_layers(self) -> Sequence[int]:
         """The numbers of the layers that have keys and values."""
-        others = () if self.recurrence is None else self.recurrence.layers
-        return [layer for layer in range(self.num_layers) if layer not in others]
+        return range(self.num_layers) if self.kv_layers is None else self.kv_layers
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return how many bytes the states of a sequence take, with ``dtype`` as the model's own."""
+        shapes = (shape for layer in self.states for shape in layer)
+        return sum(math.prod(shape.sizes) * (shape.dtype or dtype).itemsize for shape in shapes)
 
     @property
     def longest(self) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_runtime.kernels.native import MAX_TAPS
-from medusa_runtime.models.base import Recurrence, StatefulAttention
+from medusa_runtime.models.base import StatefulAttention, StateShape
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.layers.rope import Rotation
@@ -31,12 +31,15 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Config(LlamaConfig):
+    """``taps`` are those of the convolutions."""
+
+    taps: int
     conv_bias: bool
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         fields = with_defaults(architecture, fields)
-        return cls(**vars(_llama(architecture, fields)), **_convolution(fields))
+        return cls(**_read(architecture, fields))
 
     def construct(self) -> Llama:
         return Lfm2(self)
@@ -52,12 +55,11 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         fields = with_defaults(architecture, fields)
-        llama = _llama(architecture, fields)
-        dense = fields.index("num_dense_layers", default=2)
+        read = _read(architecture, fields)
+        layers, dense = read["num_layers"], fields.index("num_dense_layers", default=2)
         return cls(
-            **vars(llama),
-            **_convolution(fields),
-            **cls.mixture(llama, fields, [layer >= dense for layer in range(llama.num_layers)]),
+            **read,
+            **cls.mixture(layers, fields, [layer >= dense for layer in range(layers)]),
             scale=fields.number("routed_scaling_factor", default=1.0),
             biased=fields.flag("use_expert_bias", default=True),
         )
@@ -69,25 +71,23 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
         return Lfm2Experts(self) if self.sparse[index] else GatedMLP(self, self.intermediate_size)
 
 
-def _llama(architecture: str, fields: Fields) -> LlamaConfig:
-    """Read what LFM2 shares with Llama, under Llama's names."""
+def _read(architecture: str, fields: Fields) -> dict[str, Any]:
+    """Read what all of these models have, as arguments of a configuration's constructor."""
     names = {
         "rms_norm_eps": fields.number("norm_eps", default=1e-5),
         "tie_word_embeddings": fields.flag("tie_embedding", "tie_word_embeddings", default=True),
         "intermediate_size": _width(fields) if architecture == "Lfm2ForCausalLM" else fields.count("intermediate_size"),
     }
     llama = LlamaConfig.read(architecture, Fields(dict(fields.raw) | names, fields.where))
-    kinds = layer_kinds(fields, llama.num_layers, "conv", _attends(fields, llama.num_layers))
     taps = fields.count("conv_L_cache", default=3, most=MAX_TAPS)
     if taps < 2:
         raise fields.error("conv_L_cache", f"2 to {MAX_TAPS}", taps)
-    others = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
-    changed = {"qk_norm": True, "recurrence": Recurrence(others, llama.hidden_size, taps) if others else None}
-    return LlamaConfig(**vars(llama) | changed)
-
-
-def _convolution(fields: Fields) -> dict[str, Any]:
-    return {"conv_bias": fields.flag("conv_bias", default=False)}
+    attends = layers_that_attend(fields, "conv", _attends(fields, llama.num_layers))
+    shape = StateShape((taps - 1, llama.hidden_size))
+    return vars(llama) | {
+        "qk_norm": True, "taps": taps, "conv_bias": fields.flag("conv_bias", default=False),
+        **stateful(attends, (shape,)),
+    }  # fmt: skip
 
 
 def _width(fields: Fields) -> int:
@@ -110,16 +110,26 @@ def _attends(fields: Fields, layers: int) -> list[bool]:
     return [layer in numbers for layer in range(layers)]
 
 
-def layer_kinds(fields: Fields, layers: int, other: str, attends: Sequence[bool]) -> list[str]:
-    """Return what each layer is, "full_attention" or ``other``: by ``layer_types`` or, if absent, ``attends``.
+def layers_that_attend(fields: Fields, other: str, attends: Sequence[bool]) -> list[bool]:
+    """Return which layers attend: by ``layer_types``, where the others are called ``other``, or if absent ``attends``.
 
     Raises ConfigError for other names, and if no layer attends, as the engine needs one for its KV cache.
     """
     kinds = fields.names("layer_types") or ["full_attention" if one else other for one in attends]
-    if len(kinds) != layers or not {*kinds} <= {"full_attention", other} or "full_attention" not in kinds:
-        expected = f"{layers} times full_attention or {other}, with at least one full_attention"
+    if len(kinds) != len(attends) or not {*kinds} <= {"full_attention", other} or "full_attention" not in kinds:
+        expected = f"{len(attends)} times full_attention or {other}, with at least one full_attention"
         raise fields.error("layer_types", expected, kinds)
-    return kinds
+    return [kind == "full_attention" for kind in kinds]
+
+
+def stateful(attends: Sequence[bool], shapes: tuple[StateShape, ...]) -> dict[str, Any]:
+    """Return ``kv_layers`` and ``states`` of a configuration whose layers attend, or keep states of these shapes."""
+    if all(attends):
+        return {}
+    return {
+        "kv_layers": tuple(layer for layer, one in enumerate(attends) if one),
+        "states": tuple(() if one else shapes for one in attends),
+    }
 
 
 class ShortConv(nn.Module):
@@ -127,10 +137,9 @@ class ShortConv(nn.Module):
 
     def __init__(self, config: Lfm2Config, index: int) -> None:
         super().__init__()
-        assert config.recurrence is not None
         hidden, bias = config.hidden_size, config.conv_bias
         self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
-        self.conv = Taps(index, hidden, config.recurrence.taps, bias=bias)
+        self.conv = Taps(index, hidden, config.taps, bias=bias)
         self.out_proj = Linear(hidden, hidden, bias=bias)
 
     def forward(self, normed: Tensor, hidden: Tensor, attention: StatefulAttention) -> Tensor:
@@ -178,9 +187,9 @@ class Lfm2(Llama):
 
     def __init__(self, config: Lfm2Config) -> None:
         super().__init__(config)
-        others = () if config.recurrence is None else config.recurrence.layers
-        for index in others:
-            self.layers[index] = ConvLayer(config, index)
+        for index, shapes in enumerate(config.states):
+            if shapes:
+                self.layers[index] = ConvLayer(config, index)
 
     def rename(self, name: str) -> str | None:
         found = super().rename(name)
@@ -194,4 +203,4 @@ class Lfm2Moe(Lfm2):
     config_class = Lfm2MoeConfig
 
 
-__all__ = ["Lfm2", "Lfm2Config", "Lfm2Moe", "Lfm2MoeConfig", "layer_kinds"]
+__all__ = ["Lfm2", "Lfm2Config", "Lfm2Moe", "Lfm2MoeConfig", "layers_that_attend", "stateful"]

@@ -44,16 +44,16 @@ class MixtureConfig(LlamaConfig):
         llama = LlamaConfig.read(architecture, fields)
         if architecture != "MixtralForCausalLM":
             sparse = cls.sparse_layers(fields, llama.num_layers)
-            return cls(**vars(llama), **cls.mixture(llama, fields, sparse, shared="Qwen2" in architecture))
+            return cls(**vars(llama), **cls.mixture(llama.num_layers, fields, sparse, shared="Qwen2" in architecture))
         same = Fields(
             {**fields.raw, "moe_intermediate_size": llama.intermediate_size, "norm_topk_prob": True}, fields.where
         )
         return cls(**vars(llama), **cls.mixture(llama, same, [True] * llama.num_layers))
 
     @staticmethod
-    def mixture(llama: LlamaConfig, fields: Fields, sparse: Sequence[bool], *, shared: bool = False) -> dict[str, Any]:
+    def mixture(layers: int, fields: Fields, sparse: Sequence[bool], *, shared: bool = False) -> dict[str, Any]:
         """Read what a mixture has beside a Llama, as arguments of the constructor; ``shared``: an expert for all."""
-        experts = fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS // llama.num_layers)
+        experts = fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS // layers)
         chosen = fields.count("num_experts_per_tok")
         if chosen > experts:
             raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}", chosen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +18,48 @@ from medusa_runtime.checkpoint.divided import rows
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.kernels.native import MAX_TAPS
-from medusa_runtime.models.base import Attention, Recurrence, StatefulAttention
+from medusa_runtime.models.base import Attention, StatefulAttention, StateShape
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear, project
 from medusa_runtime.models.layers.norm import RMSNorm
 from medusa_runtime.models.layers.rope import RopeConfig, Rotation
 from medusa_runtime.models.layers.taps import Taps
-from medusa_runtime.models.lfm2 import layer_kinds
+from medusa_runtime.models.lfm2 import layers_that_attend, stateful
 from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention, with_defaults
 from medusa_runtime.models.mixture import MixtureConfig
 
 _NORM_EPS = 1e-6  # of the lengths of queries and keys
 
 
+class LinearSizes(NamedTuple):
+    """The sizes of linear attention. Queries and keys have ``key_heads``, each for as many heads of values."""
+
+    taps: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """The width of queries, keys and values together, which the convolution gets."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(LlamaConfig):
-    """``key_heads`` are the heads of queries and keys of linear attention; values may have more.
+    """``linear`` has the sizes of linear attention.
 
-    ``grouped`` says that a checkpoint has the inputs of linear attention together, key head by key head.
+    ``grouped`` says that a checkpoint has its inputs together, key head by key head.
     """
 
-    key_heads: int
+    linear: LinearSizes
     grouped: bool
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
         fields = with_defaults(architecture, fields)
-        llama, linear = _read(architecture, fields)
-        return cls(**vars(llama), **linear)
+        return cls(**_read(architecture, fields))
 
     def construct(self) -> Llama:
         return Qwen3Next(self)
@@ -64,16 +78,16 @@ class Qwen3NextMoeConfig(Qwen3NextConfig, MixtureConfig):
         fields = with_defaults(architecture, fields)
         if fields.get("intermediate_size") is None:  # Qwen3.5's mixtures have no perceptrons without experts
             fields = Fields({**fields.raw, "intermediate_size": fields.get("moe_intermediate_size")}, fields.where)
-        llama, linear = _read(architecture, fields)
-        sparse = MixtureConfig.sparse_layers(fields, llama.num_layers)
-        return cls(**vars(llama), **linear, **cls.mixture(llama, fields, sparse, shared=True))
+        read = _read(architecture, fields)
+        sparse = cls.sparse_layers(fields, read["num_layers"])
+        return cls(**read, **cls.mixture(read["num_layers"], fields, sparse, shared=True))
 
     def construct(self) -> Llama:
         return Qwen3NextMoe(self)
 
 
-def _read(architecture: str, fields: Fields) -> tuple[LlamaConfig, dict[str, Any]]:
-    """Read what these models share with Llama, and the sizes of linear attention."""
+def _read(architecture: str, fields: Fields) -> dict[str, Any]:
+    """Read what all of these models have, as arguments of a configuration's constructor."""
     raw = dict(fields.raw)
     key = "rope_scaling" if raw.get("rope_scaling") or not raw.get("rope_parameters") else "rope_parameters"
     scaling = raw.get(key) or {}
@@ -88,24 +102,26 @@ def _read(architecture: str, fields: Fields) -> tuple[LlamaConfig, dict[str, Any
     llama = LlamaConfig.read(architecture, plain)
     rotated = RopeConfig.read(plain, head_dim=int(llama.head_dim * share), max_positions=llama.max_positions)
     every = fields.count("full_attention_interval", default=4)
-    kinds = layer_kinds(
-        fields, llama.num_layers, "linear_attention", [(at + 1) % every == 0 for at in range(llama.num_layers)]
+    usual = [(layer + 1) % every == 0 for layer in range(llama.num_layers)]
+    attends = layers_that_attend(fields, "linear_attention", usual)
+    linear = LinearSizes(
+        fields.count("linear_conv_kernel_dim", default=4, most=MAX_TAPS),
+        fields.count("linear_num_key_heads", default=16),
+        fields.count("linear_num_value_heads", default=32),
+        fields.count("linear_key_head_dim", default=128),
+        fields.count("linear_value_head_dim", default=128),
     )
-    heads = fields.count("linear_num_value_heads", default=32)
-    key_heads = fields.count("linear_num_key_heads", default=16)
-    if heads % key_heads:
-        raise fields.error("linear_num_key_heads", f"a divisor of the {heads} heads of values", key_heads)
-    key_dim = fields.count("linear_key_head_dim", default=128)
-    value_dim = fields.count("linear_value_head_dim", default=128)
-    taps = fields.count("linear_conv_kernel_dim", default=4, most=MAX_TAPS)
-    if taps < 2:
-        raise fields.error("linear_conv_kernel_dim", f"2 to {MAX_TAPS}", taps)
-    others = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    recurrence = Recurrence(others, channels, taps, heads, key_dim, value_dim) if others else None
-    changed = {"rope": rotated, "qk_norm": True, "recurrence": recurrence}
-    linear = {"key_heads": key_heads, "grouped": architecture.startswith("Qwen3Next")}
-    return LlamaConfig(**vars(llama) | changed), linear
+    if linear.taps < 2:
+        raise fields.error("linear_conv_kernel_dim", f"2 to {MAX_TAPS}", linear.taps)
+    if linear.heads % linear.key_heads:
+        expected = f"a divisor of the {linear.heads} heads of values"
+        raise fields.error("linear_num_key_heads", expected, linear.key_heads)
+    inputs = StateShape((linear.taps - 1, linear.channels))
+    matrices = StateShape((linear.heads, linear.key_dim, linear.value_dim), torch.float32)
+    return vars(llama) | {
+        "rope": rotated, "qk_norm": True, "linear": linear, "grouped": architecture.startswith("Qwen3Next"),
+        **stateful(attends, (inputs, matrices)),
+    }  # fmt: skip
 
 
 class GatedAttention(SelfAttention):
@@ -134,23 +150,22 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, index: int) -> None:
         super().__init__()
-        shape = config.recurrence
-        assert shape is not None
+        sizes = config.linear
         self.index, self.grouped = index, config.grouped
-        self.keys, self.values = (config.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
-        width = shape.heads * shape.value_dim
+        self.keys, self.values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
+        width = sizes.heads * sizes.value_dim
         if config.grouped:
-            self.in_proj_qkvz = Linear(config.hidden_size, shape.channels + width, bias=False)
-            self.in_proj_ba = Linear(config.hidden_size, 2 * shape.heads, bias=False)
+            self.in_proj_qkvz = Linear(config.hidden_size, sizes.channels + width, bias=False)
+            self.in_proj_ba = Linear(config.hidden_size, 2 * sizes.heads, bias=False)
         else:
-            self.in_proj_qkv = Linear(config.hidden_size, shape.channels, bias=False)
+            self.in_proj_qkv = Linear(config.hidden_size, sizes.channels, bias=False)
             self.in_proj_z = Linear(config.hidden_size, width, bias=False)
-            self.in_proj_b = Linear(config.hidden_size, shape.heads, bias=False)
-            self.in_proj_a = Linear(config.hidden_size, shape.heads, bias=False)
-        self.conv1d = Taps(index, shape.channels, shape.taps, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(shape.heads))
-        self.A_log = nn.Parameter(torch.empty(shape.heads))
-        self.norm = RMSNorm(shape.value_dim, config.norm_eps)
+            self.in_proj_b = Linear(config.hidden_size, sizes.heads, bias=False)
+            self.in_proj_a = Linear(config.hidden_size, sizes.heads, bias=False)
+        self.conv1d = Taps(index, sizes.channels, sizes.taps, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(sizes.heads))
+        self.A_log = nn.Parameter(torch.empty(sizes.heads))
+        self.norm = RMSNorm(sizes.value_dim, config.norm_eps)
         self.out_proj = Linear(width, config.hidden_size, bias=False)
 
     def forward(self, normed: Tensor, hidden: Tensor, attention: StatefulAttention) -> Tensor:
@@ -189,7 +204,7 @@ class Qwen3NextLayer(nn.Module):
     def __init__(self, config: Qwen3NextConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = config.norm()
-        self.is_linear = config.recurrence is not None and index in config.recurrence.layers
+        self.is_linear = bool(config.states) and bool(config.states[index])
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config, index)
         else:

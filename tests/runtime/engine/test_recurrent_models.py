@@ -95,7 +95,7 @@ def test_memory_limits_how_many_run_at_a_time(
 ) -> None:
     """States get half of what is free beside the weights."""
     config = model_config(json.loads((folder / "config.json").read_text()))
-    state_bytes = config.recurrence.state_bytes(torch.float32)
+    state_bytes = config.state_bytes(torch.float32)
     concurrency = (64 << 20) // state_bytes  # whose states take 64 MiB
     served = serve(folder, memory_limit_mb=32, max_concurrency=concurrency, kv_cache_mb=1)
     count = served.engine._cache.states.slots.blocks

@@ -156,10 +156,10 @@ class TorchEngine:
         plan = partial(kv_plan, *facts, layers=len(cached))
         if gpu is None:
             states, states_bytes = None, 0
-            if config.recurrence is not None:
+            if config.states:
                 count = previously(self._timeline, "states") or most_states(*facts)
-                states_bytes = count * config.recurrence.state_bytes(self._dtype)
-                states = RecurrentStates(config.recurrence, self._dtype, count)
+                states_bytes = count * config.state_bytes(self._dtype)
+                states = RecurrentStates(config.states, self._dtype, count)
             planned = plan(previous_kv_tokens=previously(self._timeline, "tokens"), states_bytes=states_bytes)
             return planned, KvCache(shape, planned.blocks, numbers=cached, states=states)
         planned = plan(

@@ -149,9 +149,8 @@ def most_states(region: Region, config: ModelConfig, settings: Settings, dtype: 
 
     These get up to half of what is free, and the KV cache the rest.
     """
-    assert config.recurrence is not None
     free = free_bytes(region, applier.tensors(region).wait_index(), settings, dtype, applier)
-    count = free // _STATES_SHARE // config.recurrence.state_bytes(dtype)
+    count = free // _STATES_SHARE // config.state_bytes(dtype)
     if count < settings.max_concurrency:
         logger.warning(
             "memory has room for the states of %d sequences, so %d requests run at a time, not %d",

@@ -64,9 +64,9 @@ class PagedAttention:
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve the new inputs with the last ones of each sequence (``StatefulAttention``)."""
         assert self.cache.states is not None
-        return recurrence.convolve(x, weight, bias, self.cache.states.inputs[layer], self.steps)
+        return recurrence.convolve(x, weight, bias, self.cache.states.layers[layer][0], self.steps)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
         """Update the matrices of each sequence, and read from them (``StatefulAttention``)."""
         assert self.cache.states is not None
-        return recurrence.recur(q, k, v, decay, rate, self.cache.states.matrices[layer], self.steps)
+        return recurrence.recur(q, k, v, decay, rate, self.cache.states.layers[layer][1], self.steps)

@@ -101,7 +101,7 @@ def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config
     Returns None if this kernel does not report it.
     """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
-    states = None if config.recurrence is None else RecurrentStates(config.recurrence, shape.dtype, 1)
+    states = RecurrentStates(config.states, shape.dtype, 1) if config.states else None
     cache = KvCache(shape, blocks_for(tokens), numbers=config.attention_layers, states=states)
     run_step(model, cache, prefill_step(tokens))  # so that weights, cache, threads and lasting buffers do not count
     return measure_forward(

@@ -1,28 +1,29 @@
-"""What layers without keys and values keep of each sequence: a state of a fixed size, in a slot of its own."""
+"""What layers keep of each sequence beside keys and values: states of a fixed size, in a slot of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...models.base import Recurrence
+from ...models.base import StateShape
 from .block_pool import BlockPool
 
 
 class RecurrentStates:
-    """The states of up to ``count`` sequences, which ``slots`` hands out.
+    """The states of up to ``count`` sequences, which ``slots`` hands out; ``layers`` has those of each layer.
 
-    Their memory is never cleared, so a page of it takes none until it is first written: a sequence's first step takes
-    its state for zeros.
+    Each is [slots, sizes of its shape]. The memory is never cleared, so a page of it takes none until it is first
+    written: a sequence's first step takes its state for zeros.
     """
 
-    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, count: int) -> None:
+    def __init__(self, shapes: Sequence[Sequence[StateShape]], dtype: torch.dtype, count: int) -> None:
+        """Make the states of each layer's ``shapes``, with ``dtype`` for those that have none."""
         self.slots = BlockPool(count)
-        sizes = (len(recurrence.layers), count)
-        inputs = torch.empty((*sizes, recurrence.taps - 1, recurrence.channels), dtype=dtype)
-        matrices = torch.empty((*sizes, recurrence.heads, recurrence.key_dim, recurrence.value_dim))
-        self.inputs: dict[int, Tensor] = dict(zip(recurrence.layers, inputs, strict=True))
-        self.matrices: dict[int, Tensor] = dict(zip(recurrence.layers, matrices, strict=True))
+        self.layers: list[list[Tensor]] = [
+            [torch.empty(count, *shape.sizes, dtype=shape.dtype or dtype) for shape in layer] for layer in shapes
+        ]
 
 
 __all__ = ["RecurrentStates"]
