@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_fixtures import SETTINGS, Served
+from medusa_runtime.engine.checkpoint_files import check_for_gpu
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.kernels import recurrence
 from medusa_runtime.models import model_config
-from recurrent_models import SHAPES, write_recurrent
+from recurrent_models import OWN, SHAPES, write_recurrent
 
 from benchmarks.quantize import quantize
 
@@ -95,7 +96,7 @@ def test_memory_limits_how_many_run_at_a_time(
 ) -> None:
     """States get half of what is free beside the weights."""
     config = model_config(json.loads((folder / "config.json").read_text()))
-    state_bytes = config.state_bytes(torch.float32)
+    state_bytes = config.model().config.state_bytes(torch.float32)
     concurrency = (64 << 20) // state_bytes  # whose states take 64 MiB
     served = serve(folder, memory_limit_mb=32, max_concurrency=concurrency, kv_cache_mb=1)
     count = served.engine._cache.states.slots.blocks
@@ -104,11 +105,10 @@ def test_memory_limits_how_many_run_at_a_time(
     assert answers(served, PROMPTS) == expected
 
 
-def test_a_gpu_is_not_for_them(folder: Path) -> None:
-    from medusa_runtime.engine.checkpoint_files import check_for_gpu
-
+@pytest.mark.parametrize("architecture", OWN)
+def test_a_gpu_is_not_for_them(architecture: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="keep a state of each sequence, which the torch engine runs on CPUs only"):
-        check_for_gpu(model_config(json.loads((folder / "config.json").read_text())))
+        check_for_gpu(model_config(raw(architecture, tmp_path)))
 
 
 def raw(architecture: str, tmp_path: Path, **changes: object) -> dict[str, object]:
@@ -143,7 +143,7 @@ def test_wrong_values_are_named(architecture: str, changes: dict[str, object], m
         model_config(raw(architecture, tmp_path, **changes))
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.parametrize("architecture", OWN)
 def test_absent_keys_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     """What stands in a small config.json of the Hub is read as from one in which all keys are."""
     kind = getattr(transformers, architecture).config_class

@@ -18,13 +18,83 @@ _LINEAR = {
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 48}
-SHAPES: dict[str, dict[str, Any]] = {
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_OF_KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+OWN: dict[str, dict[str, Any]] = {  # families that need no transformers
     "Lfm2ForCausalLM": _LFM2 | {"block_multiple_of": 32, "conv_bias": True},
     "Lfm2MoeForCausalLM": _LFM2 | _EXPERTS | {"num_dense_layers": 1},
     "Qwen3NextForCausalLM": _LINEAR | _SHARED | {"intermediate_size": 96, "mlp_only_layers": [1]},
     "Qwen3_5ForCausalLM": _LINEAR | {"intermediate_size": 96},
     "Qwen3_5MoeForCausalLM": _LINEAR | _SHARED,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": _MAMBA
+    | {
+        "shared_intermediate_size": 48,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "layer_types": _OF_KINDS,
+    },
+    "BambaForCausalLM": _MAMBA | {"attn_layer_indices": [1], "intermediate_size": 96},
+    "FalconH1ForCausalLM": _MAMBA | {"mamba_d_ssm": 128, "intermediate_size": 96},
+    "NemotronHForCausalLM": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 16,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "JambaForCausalLM": _EXPERTS
+    | {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+        "intermediate_size": 48,
+    },
+    "OlmoHybridForCausalLM": {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "intermediate_size": 96,
+    },
+    "Lfm3ForCausalLM": {"intermediate_size": 96},
+    "KimiLinearForCausalLM": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": _OF_KINDS,
+        "intermediate_size": 96,
+    },
+    "LaraMiniForCausalLM": {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "intermediate_size": 96,
+    },
+}
+SHAPES = OWN | OTHERS
 
 
 def write_recurrent(folder: Path, architecture: str, **changes: Any) -> Path:
@@ -42,4 +112,4 @@ def write_recurrent(folder: Path, architecture: str, **changes: Any) -> Path:
     return folder
 
 
-__all__ = ["SHAPES", "write_recurrent"]
+__all__ = ["OTHERS", "OWN", "SHAPES", "write_recurrent"]

@@ -87,6 +87,7 @@ class TorchEngine:
         dtype = config.dtype
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = config.model()
+            config = self._model.config  # which knows what the layers keep
         self._dtype = dtype
         self.layers = LayerRange(0, config.num_layers, config.num_layers)
         if settings.layers is not None:

@@ -46,6 +46,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     config = read_config(region.file, region.wait_index(), settings.dtype, settings.max_model_len)
     dtype = config.dtype
     model = config.model()
+    config = model.config
     timeline = Timeline.create("profile")
     applier = model.applier(dtype)
     loader = Loader(region, applier, timeline=timeline)

@@ -59,18 +59,18 @@ class WholeTexts:
     """Attention for a forward pass over several whole sequences, which have these numbers of tokens."""
 
     def __init__(self, lengths: Sequence[int], *, sees_later: bool = False) -> None:
-        self._lengths = list(lengths)
+        self.lengths = list(lengths)
         self._each = WholeAttention(sees_later=sees_later)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        parts = zip(*(torch.split(x, self._lengths) for x in (q, k, v)), strict=True)
+        parts = zip(*(torch.split(x, self.lengths) for x in (q, k, v)), strict=True)
         return torch.cat([self._each.attend(layer, *part, **options) for part in parts])
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return convolve_whole(x, weight, bias, self._lengths)
+        return convolve_whole(x, weight, bias, self.lengths)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
-        return recur_whole(q, k, v, decay, rate, self._lengths)
+        return recur_whole(q, k, v, decay, rate, self.lengths)
 
 
 def convolve_whole(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int]) -> Tensor:

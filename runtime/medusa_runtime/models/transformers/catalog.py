@@ -19,6 +19,7 @@ from ..fields import Fields
 
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
 _INDEXER = re.compile(r"^class \w*Indexer\(", re.MULTILINE)  # DeepSeek's sparse attention, and others like it
+STATES = ".get_conv_state("  # how layers of transformers ask for the state that they keep of each sequence
 INSTALL = 'pip install "medusa-runtime[transformers]"'
 
 
@@ -51,7 +52,8 @@ def find_class(raw: Mapping[str, Any]) -> TransformersClass:
         raise unsupported(architecture)
     kind = _kind(architecture, raw)
     source = found.read_text()
-    if "_is_stateful = True" in source:
+    is_recurrent = "_is_stateful = True" in source or _RECURRENT & {*(Fields(raw).names("layer_types") or ())}
+    if is_recurrent and STATES not in source:
         raise _refused(architecture, "keeps a recurrent state, for which the torch engine has no cache")
     if _INDEXER.search(source):
         raise _refused(architecture, "attends to keys that an index chooses, for which the torch engine has no cache")
@@ -67,8 +69,6 @@ def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
         raise _refused(architecture, "takes pictures or sound")
     if raw.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
         raise _refused(architecture, "is an encoder and a decoder, and the torch engine runs models with one of them")
-    if _RECURRENT & set(Fields(raw).names("layer_types") or ()):
-        raise _refused(architecture, "has recurrent layers, for which the torch engine has no cache")
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "decoder"
     if architecture.endswith(CLASSIFIER):
@@ -101,4 +101,4 @@ def file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
     return None
 
 
-__all__ = ["INSTALL", "TransformersClass", "file_of", "find_class", "installed"]
+__all__ = ["INSTALL", "STATES", "TransformersClass", "file_of", "find_class", "installed"]

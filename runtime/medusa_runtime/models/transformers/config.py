@@ -110,9 +110,18 @@ def own_config(found: TransformersClass, raw: Mapping[str, Any]) -> Any:
     check_sizes(raw)
     kind = own_class(found).config_class
     try:
-        return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
+        return kind.from_dict({name: _numbers(value) for name, value in raw.items() if name not in QUANTIZED})
     except Exception as error:
         raise refused(found.name, error) from error
+
+
+def _numbers(value: Any) -> Any:
+    """Return a value of a config.json with the numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, dict):
+        if {*value} == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _numbers(one) for name, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _check_layer_types(found: TransformersClass, config: Any, fields: Fields) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import ModelError
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend, cache_argument
+from .catalog import STATES
 from .config import TransformersConfig, own_class, own_config
 from .construct import construct, default_dtype, own_attention
 from .experts import separate_experts
 from .faster import use_our_parts
 from .gathered import run_gathered
 from .programs import use_programs
+from .recurrent import attends, use_states
 from .rope import fix_factors
 
 # Classes that claim to take any attention, but need masks or biases that only their own attention adds.
@@ -52,8 +56,29 @@ class TransformersDecoder(DecoderModel):
                 setattr(part, STEP, self._step)
             if hasattr(part, "warn_if_padding_and_no_attention_mask"):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
+        self.config = self._with_states(config)
         use_our_parts(self.module, config.dtype)
         use_programs(self.module, self._step)
+
+    def _with_states(self, config: TransformersConfig) -> TransformersConfig:
+        """Return the configuration with what the module's layers keep of a sequence, which the module shows.
+
+        Raises ModelError for a module whose layers do so in an unknown way, or of which none attends.
+        """
+        if STATES not in source_of(type(self.module)):
+            return config
+        states = use_states(self.module, config.num_layers, config.hidden_size, config.dtype, self._step)
+        if not states:
+            return config
+        attending = {part.layer_idx for part in self.module.modules() if attends(type(part))}
+        if not attending or not attending <= {*range(config.num_layers)}:
+            found = "some that share them" if attending else "none"
+            raise ModelError(
+                f"{config.architecture}: expected layers that attend, each with keys and values of its own, for which "
+                f"the torch engine has a cache, found {found}; expected --engine vllm for this model"
+            )
+        layers = tuple(sorted(attending))
+        return replace(config, states=tuple(map(tuple, states)), kv_layers=layers)
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
         if self.gathers and hasattr(attention, "spans"):
@@ -91,7 +116,9 @@ def build(config: TransformersConfig) -> tuple[Any, bool]:
     AttentionInterface.register(NAME, attend)
     own = own_config(config.found_class, config.raw)
     fix_factors(own, config.longest)
-    gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION or masks(kind, own)
+    gathers = config.found_class.name in _OWN_ATTENTION or masks(kind, own)
+    if not kind._supports_attention_backend and STATES not in source_of(kind):  # layers with states ask the engine
+        gathers = True
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read
     with skeleton():
@@ -106,7 +133,7 @@ def masks(kind: Any, own: Any) -> bool:
 
     Classes with sliding windows pass their size to the attention, too, except for a few.
     """
-    source = Path(str(sys.modules[kind.__module__].__file__)).read_text()
+    source = source_of(kind)
     sizes = []
     if "create_chunked_causal_mask" in source:
         sizes.append(getattr(own, "attention_chunk_size", None))
@@ -114,6 +141,11 @@ def masks(kind: Any, own: Any) -> bool:
         sizes.append(getattr(own, "sliding_window", None))
     longest = getattr(own, "max_position_embeddings", None) or math.inf
     return any(isinstance(size, int) and size < longest for size in sizes)
+
+
+def source_of(kind: Any) -> str:
+    """Return the source of the module in which a class of transformers is."""
+    return Path(str(sys.modules[kind.__module__].__file__)).read_text()
 
 
 __all__ = ["TransformersDecoder", "build"]

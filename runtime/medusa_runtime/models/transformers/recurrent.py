@@ -1,0 +1,203 @@
+"""Layers of transformers that keep a state of each sequence, such as those of Mamba, beside the engine's attention.
+
+Such a layer asks its cache for the state, and leaves the next one there. Here it gets a cache for one layer, with the
+states of the sequences that it runs for: those in decode as one batch, prompts one by one. What a layer keeps, and of
+which sizes, it shows in a trial without numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from medusa_runtime.kernels import recurrence
+
+from ...errors import ModelError
+from ..base import StateShape
+from .attention import STEP, Step
+
+_NAMES = ("cache", "cache_params", "past_key_values")  # of the argument that is a cache; the first since 5.24
+_USES = re.compile(rf"\b(?:{'|'.join(_NAMES)})\.(\w+)")
+# What the layers here, attention, and the models around them use of it.
+_KNOWN = frozenset(
+    {
+        "get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state", "has_previous_state",
+        "is_recording_past", "update", "get_seq_length",
+    }
+)  # fmt: skip
+_TRIED = 2  # tokens of a trial
+_CONV, _RECURRENT = "conv", "recurrent"
+Key = tuple[str, int]  # which of a layer's states: its kind, and its number among these
+
+
+class LayerCache:
+    """The part of transformers' ``Cache`` that such a layer uses. ``states`` has what it leaves, [sequences, …].
+
+    With ``states`` given, these are what earlier tokens left; without, there are no earlier tokens.
+    """
+
+    def __init__(self, states: dict[Key, Tensor] | None = None) -> None:
+        self.states = {} if states is None else states
+        self._is_fresh = states is None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._is_fresh else self.states[_CONV, state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._is_fresh else self.states[_RECURRENT, state_idx]
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last inputs [sequences, channels, taps]; return them and those before, [sequences, channels, …]."""
+        key = _CONV, state_idx
+        if self._is_fresh:
+            width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            full = nn.functional.pad(conv_states, (max(width - conv_states.shape[-1], 0), 0))
+        else:
+            width = self.states[key].shape[-1]
+            full = torch.cat((self.states[key], conv_states), -1)
+        self.states[key] = full[..., full.shape[-1] - width :]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.states[_RECURRENT, state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return not self._is_fresh
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def keeps_states(kind: type) -> bool:
+    """Return whether a class of transformers is such a layer."""
+    return bool({"get_conv_state", "get_recurrent_state"} & _calls(kind))
+
+
+def attends(kind: type) -> bool:
+    """Return whether a class of transformers is an attention that keeps keys and values."""
+    return "update" in _calls(kind)
+
+
+@functools.cache
+def _calls(kind: type) -> frozenset[str]:
+    """Return the names of what a class of transformers uses of a cache."""
+    if not kind.__module__.startswith("transformers.models."):
+        return frozenset()
+    return frozenset(_USES.findall(inspect.getsource(kind)))
+
+
+def use_states(module: nn.Module, layers: int, hidden: int, dtype: torch.dtype, step: Step) -> list[list[StateShape]]:
+    """Let the layers of a module keep their states in the engine. Return what each of its ``layers`` keeps.
+
+    The list is empty if no layer keeps any. Raises ModelError for a layer that does so in another way.
+    """
+    parts: list[Any] = [part for part in module.modules() if keeps_states(type(part))]
+    if not parts:
+        return []
+    for part in module.modules():
+        if others := _calls(type(part)) - _KNOWN:
+            raise _unknown(part, f"it uses {', '.join(sorted(others))} of its cache")
+    shapes: list[list[StateShape]] = [[] for _ in range(layers)]
+    for part in parts:
+        tried = LayerCache()
+        x = torch.empty(1, _TRIED, hidden, dtype=dtype, device="meta")
+        try:
+            with torch.inference_mode(), _without_values(part):
+                found = _call(type(part), part, x, tried)
+        except Exception as error:
+            raise _unknown(part, f"{type(error).__name__}: {error}") from error
+        if not isinstance(found, Tensor) or found.shape != x.shape:
+            raise _unknown(part, "it returns something else than the hidden states")
+        part.medusa_states = sorted(tried.states)
+        shapes[part.layer_idx] = [
+            StateShape(tuple(state.shape[1:]), None if state.dtype is dtype else state.dtype)
+            for state in (tried.states[key] for key in part.medusa_states)
+        ]
+        setattr(part, STEP, step)
+        part.__class__ = _stateful(cast(Any, type(part)))
+    return shapes
+
+
+def _unknown(part: nn.Module, why: str) -> ModelError:
+    return ModelError(
+        f"{type(part).__name__} of transformers keeps a state of each sequence in a way that the torch engine does not "
+        f"support ({why}); expected --engine vllm for this model"
+    )
+
+
+@contextmanager
+def _without_values(part: nn.Module) -> Iterator[None]:
+    """Give a module parameters and buffers without values, which some of them have already."""
+    held = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in part.modules()]
+    for owner, *_ in held:
+        for name, tensor in owner._parameters.items():
+            owner._parameters[name] = None if tensor is None else nn.Parameter(tensor.to("meta"), requires_grad=False)
+        for name, tensor in owner._buffers.items():
+            owner._buffers[name] = None if tensor is None else tensor.to("meta")
+    try:
+        yield
+    finally:
+        for owner, parameters, buffers in held:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+
+
+def _call(kind: Any, part: nn.Module, hidden: Tensor, cache: LayerCache, **more: Any) -> Any:
+    accepted = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    name = next((one for one in _NAMES if one in accepted), _NAMES[0])
+    return kind.forward(part, hidden, **{name: cache}, **more)
+
+
+@functools.cache
+def _stateful(kind: Any) -> type:
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **more: Any) -> Any:
+        for name in (*_NAMES, "attention_mask"):
+            more.pop(name, None)
+        step: Step = getattr(self, STEP)
+        attention: Any = step.attention
+        pools: list[Tensor] | None = None
+        if hasattr(attention, "steps"):
+            steps, pools = attention.steps, attention.cache.states.layers[self.layer_idx]
+        else:
+            steps = recurrence.steps_of(getattr(attention, "lengths", [hidden_states.shape[1]]))
+        out = torch.empty_like(hidden_states)
+        for rows, slots, is_fresh in _batches(steps):
+            states = None
+            if not is_fresh:
+                assert pools is not None
+                states = dict(zip(self.medusa_states, (pool[slots] for pool in pools), strict=True))
+            cache = LayerCache(states)
+            out[0, rows] = _call(kind, self, hidden_states[0, rows], cache, **more)
+            for key, pool in zip(self.medusa_states, pools or (), strict=False):
+                pool[slots] = cache.states[key]
+        return out
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _batches(steps: recurrence.Steps) -> Iterable[tuple[Tensor, Tensor, bool]]:
+    """Yield batches of sequences with the same number of tokens: their rows [sequences, tokens] and their slots.
+
+    All of a batch have earlier tokens, or none has; that is the third value.
+    """
+    starts, begins = steps.starts.tolist(), steps.begins.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    decodes = [n for n, (begin, length) in enumerate(zip(begins, lengths, strict=True)) if begin and length == 1]
+    batches = [[n] for n in range(len(lengths)) if n not in {*decodes}]
+    for batch in ([decodes] if decodes else []) + batches:
+        rows = torch.tensor([list(range(starts[n], starts[n] + lengths[n])) for n in batch])
+        yield rows, steps.slots[batch], not begins[batch[0]]
+
+
+__all__ = ["LayerCache", "attends", "use_states"]
