@@ -48,7 +48,7 @@ class MixtureConfig(LlamaConfig):
         same = Fields(
             {**fields.raw, "moe_intermediate_size": llama.intermediate_size, "norm_topk_prob": True}, fields.where
         )
-        return cls(**vars(llama), **cls.mixture(llama, same, [True] * llama.num_layers))
+        return cls(**vars(llama), **cls.mixture(llama.num_layers, same, [True] * llama.num_layers))
 
     @staticmethod
     def mixture(layers: int, fields: Fields, sparse: Sequence[bool], *, shared: bool = False) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from medusa_runtime.engine.checkpoint_files import check_for_gpu
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.kernels import recurrence
 from medusa_runtime.models import model_config
-from recurrent_models import OWN, SHAPES, write_recurrent
+from medusa_runtime.models.transformers import recurrent
+from recurrent_models import OTHERS, OWN, SHAPES, write_recurrent
 
 from benchmarks.quantize import quantize
 
@@ -62,6 +63,39 @@ def test_without_compiled_kernels(
 ) -> None:
     monkeypatch.setattr(recurrence, "native_kernels_for", lambda *tensors: None)
     assert answers(serve(folder, max_batched_tokens=12, max_concurrency=4), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_layers_whose_functions_are_unknown_run_for_each_sequence(
+    architecture: str, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the other test that run for all sequences at once give the same tokens in this way, too."""
+    folder = write_recurrent(tmp_path, architecture)
+    expected = answers(serve(folder, max_batched_tokens=12), PROMPTS)
+    monkeypatch.setattr(recurrent, "_with_our_functions", lambda kind: None)
+    assert answers(serve(folder, max_batched_tokens=12), PROMPTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "message"),
+    [
+        (
+            "Mamba2ForCausalLM",
+            {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+            "found no layer that attends",
+        ),
+        ("Zamba2ForCausalLM", {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1}, "that share them"),
+        ("RecurrentGemmaForCausalLM", {}, "keeps a recurrent state, for which the torch engine has no cache"),
+        ("MiniMaxForCausalLM", {}, "keeps a recurrent state, for which the torch engine has no cache"),
+        ("InklingForCausalLM", {"num_key_value_heads": 2}, "it uses get_mask_sizes, get_query_offset of its cache"),
+    ],
+)
+def test_other_states_are_refused(architecture: str, sizes: dict[str, object], message: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4} | sizes
+    getattr(transformers, architecture).config_class(**sizes).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [architecture]}
+    with pytest.raises(ModelError, match=message):
+        model_config(raw).model()
 
 
 def test_preempted_sequences_begin_again(folder: Path, expected: list[list[int]], serve: Callable[..., Served]) -> None:

@@ -123,9 +123,9 @@ def test_windows_of_each_layer() -> None:
     assert llama(**qwen, use_sliding_window=True, layer_types=kinds).windows == (None, 8, None, 8)
 
 
-def test_a_recurrent_model_is_refused() -> None:
+def test_a_model_without_attention_is_refused() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ModelError, match="MambaForCausalLM keeps a recurrent state"):
+    with pytest.raises(ModelError, match="MambaForCausalLM: expected layers that attend"):
         model_config({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
 

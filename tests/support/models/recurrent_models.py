@@ -86,13 +86,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": _OF_KINDS,
         "intermediate_size": 96,
     },
-    "LaraMiniForCausalLM": {
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "intermediate_size": 96,
-    },
 }
 SHAPES = OWN | OTHERS
 

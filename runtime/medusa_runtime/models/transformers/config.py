@@ -54,7 +54,9 @@ class TransformersConfig(ModelConfig):
         fields = Fields(raw)
         if fields.get("is_causal") is False:
             raise sees_later_tokens()
-        heads, hidden = config.num_attention_heads, config.hidden_size
+        heads, hidden = getattr(config, "num_attention_heads", None), config.hidden_size
+        if not isinstance(heads, int):
+            raise without_cache(found.name, "no layer that attends")
         if config.num_hidden_layers > MOST_LAYERS:  # under another name
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
         _check_layer_types(found, config, fields)
@@ -98,6 +100,14 @@ def verify(raw: Mapping[str, Any]) -> None:
     else:
         Fields(raw).quantization()
         own_config(found, raw)
+
+
+def without_cache(name: str, found: str) -> ModelError:
+    """Return the error for a model of a class with this name, whose keys and values the engine has no cache for."""
+    return ModelError(
+        f"{name}: expected layers that attend, each with keys and values of its own, for which the torch engine has a "
+        f"cache, found {found}; expected another model, or --engine vllm"
+    )
 
 
 def own_class(found: TransformersClass) -> Any:
@@ -165,4 +175,4 @@ def _head_dim(config: Any, hidden: int, heads: int) -> int:
     return found
 
 
-__all__ = ["TransformersConfig", "own_class", "own_config", "refused"]
+__all__ = ["TransformersConfig", "own_class", "own_config", "refused", "without_cache"]

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ModelError
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend, cache_argument
 from .catalog import STATES
-from .config import TransformersConfig, own_class, own_config
+from .config import TransformersConfig, own_class, own_config, without_cache
 from .construct import construct, default_dtype, own_attention
 from .experts import separate_experts
 from .faster import use_our_parts
@@ -72,11 +71,8 @@ class TransformersDecoder(DecoderModel):
             return config
         attending = {part.layer_idx for part in self.module.modules() if attends(type(part))}
         if not attending or not attending <= {*range(config.num_layers)}:
-            found = "some that share them" if attending else "none"
-            raise ModelError(
-                f"{config.architecture}: expected layers that attend, each with keys and values of its own, for which "
-                f"the torch engine has a cache, found {found}; expected --engine vllm for this model"
-            )
+            found = "some that share them" if attending else "no layer that attends"
+            raise without_cache(config.architecture, found)
         layers = tuple(sorted(attending))
         return replace(config, states=tuple(map(tuple, states)), kv_layers=layers)
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from medusa_runtime.kernels import recurrence
 
 from ...errors import ModelError
-from ..base import StateShape
+from ..base import StatefulAttention, StateShape
 from .attention import STEP, Step
+from .recurrent_functions import ShapesOfStates, running, with_our_functions
 
 _NAMES = ("cache", "cache_params", "past_key_values")  # of the argument that is a cache; the first since 5.24
 _USES = re.compile(rf"\b(?:{'|'.join(_NAMES)})\.(\w+)")
@@ -79,18 +80,28 @@ class LayerCache:
         return False
 
 
-def keeps_states(kind: type) -> bool:
+class _NoCache(LayerCache):
+    """A cache for a layer whose functions find the states of all sequences themselves."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, *_: Any, **__: Any) -> Any:
+        return recurrent_states
+
+
+def keeps_states(kind: Any) -> bool:
     """Return whether a class of transformers is such a layer."""
     return bool({"get_conv_state", "get_recurrent_state"} & _calls(kind))
 
 
-def attends(kind: type) -> bool:
+def attends(kind: Any) -> bool:
     """Return whether a class of transformers is an attention that keeps keys and values."""
     return "update" in _calls(kind)
 
 
 @functools.cache
-def _calls(kind: type) -> frozenset[str]:
+def _calls(kind: Any) -> frozenset[str]:
     """Return the names of what a class of transformers uses of a cache."""
     if not kind.__module__.startswith("transformers.models."):
         return frozenset()
@@ -106,27 +117,51 @@ def use_states(module: nn.Module, layers: int, hidden: int, dtype: torch.dtype, 
     if not parts:
         return []
     for part in module.modules():
-        if others := _calls(type(part)) - _KNOWN:
+        if others := _calls(cast(Any, type(part))) - _KNOWN:
             raise _unknown(part, f"it uses {', '.join(sorted(others))} of its cache")
     shapes: list[list[StateShape]] = [[] for _ in range(layers)]
     for part in parts:
-        tried = LayerCache()
-        x = torch.empty(1, _TRIED, hidden, dtype=dtype, device="meta")
-        try:
-            with torch.inference_mode(), _without_values(part):
-                found = _call(type(part), part, x, tried)
-        except Exception as error:
-            raise _unknown(part, f"{type(error).__name__}: {error}") from error
-        if not isinstance(found, Tensor) or found.shape != x.shape:
-            raise _unknown(part, "it returns something else than the hidden states")
-        part.medusa_states = sorted(tried.states)
-        shapes[part.layer_idx] = [
-            StateShape(tuple(state.shape[1:]), None if state.dtype is dtype else state.dtype)
-            for state in (tried.states[key] for key in part.medusa_states)
-        ]
+        x, kind = torch.empty(1, _TRIED, hidden, dtype=dtype, device="meta"), cast(Any, type(part))
+        together = _tried_together(part, x)
+        if together is not None:
+            shapes[part.layer_idx] = together
+            part.__class__ = _together(kind)
+        else:
+            shapes[part.layer_idx] = _tried_apart(part, x)
+            part.__class__ = _apart(kind)
         setattr(part, STEP, step)
-        part.__class__ = _stateful(cast(Any, type(part)))
     return shapes
+
+
+def _tried_together(part: Any, x: Tensor) -> list[StateShape] | None:
+    """Return what a layer keeps if it can run for all sequences at once, with our functions; else None."""
+    kind = cast(Any, type(part))
+    if _with_our_functions(kind) is None:
+        return None
+    noted = ShapesOfStates()
+    try:
+        with torch.inference_mode(), _without_values(part), running(noted, part.layer_idx):
+            _call(_with_our_functions(kind), part, x, _NoCache())
+    except Exception:  # noqa: BLE001 - whatever is in the way, the other way may go
+        return None
+    return noted.inputs + noted.matrices if len(noted.inputs) == 1 and len(noted.matrices) <= 1 else None
+
+
+def _tried_apart(part: Any, x: Tensor) -> list[StateShape]:
+    """Return what a layer keeps that runs for each sequence. Raises ModelError if it does not run so either."""
+    tried = LayerCache()
+    try:
+        with torch.inference_mode(), _without_values(part):
+            found = _call(type(part).forward, part, x, tried)
+    except Exception as error:
+        raise _unknown(part, f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        raise _unknown(part, "it returns something else than the hidden states")
+    part.medusa_states = sorted(tried.states)
+    return [
+        StateShape(tuple(state.shape[1:]), None if state.dtype is x.dtype else state.dtype)
+        for state in (tried.states[key] for key in part.medusa_states)
+    ]
 
 
 def _unknown(part: nn.Module, why: str) -> ModelError:
@@ -141,10 +176,11 @@ def _without_values(part: nn.Module) -> Iterator[None]:
     """Give a module parameters and buffers without values, which some of them have already."""
     held = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in part.modules()]
     for owner, *_ in held:
-        for name, tensor in owner._parameters.items():
-            owner._parameters[name] = None if tensor is None else nn.Parameter(tensor.to("meta"), requires_grad=False)
-        for name, tensor in owner._buffers.items():
-            owner._buffers[name] = None if tensor is None else tensor.to("meta")
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to("meta")
     try:
         yield
     finally:
@@ -153,17 +189,43 @@ def _without_values(part: nn.Module) -> Iterator[None]:
             owner._buffers.update(buffers)
 
 
-def _call(kind: Any, part: nn.Module, hidden: Tensor, cache: LayerCache, **more: Any) -> Any:
-    accepted = inspect.signature(inspect.unwrap(kind.forward)).parameters
-    name = next((one for one in _NAMES if one in accepted), _NAMES[0])
-    return kind.forward(part, hidden, **{name: cache}, **more)
+def _call(forward: Any, part: nn.Module, hidden: Tensor, cache: LayerCache, **more: Any) -> Any:
+    return forward(part, hidden, **{_cache_of(forward): cache}, **more)
 
 
 @functools.cache
-def _stateful(kind: Any) -> type:
+def _cache_of(forward: Any) -> str:
+    """Return the name of the argument of a layer's forward that is a cache."""
+    accepted = inspect.signature(inspect.unwrap(forward)).parameters
+    return next((one for one in _NAMES if one in accepted), _NAMES[0])
+
+
+_with_our_functions = functools.cache(with_our_functions)
+
+
+@functools.cache
+def _together(kind: Any) -> Any:
+    """Return a layer's class that runs for all sequences of a step at once."""
+    ours = _with_our_functions(kind)
+
     def forward(self: Any, hidden_states: Tensor, *_: Any, **more: Any) -> Any:
-        for name in (*_NAMES, "attention_mask"):
-            more.pop(name, None)
+        step: Step = getattr(self, STEP)
+        with running(cast(StatefulAttention, step.attention), self.layer_idx):
+            return _call(ours, self, hidden_states, _NoCache(), **_others(more))
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _others(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a layer's forward without its cache, and without a mask: there is no padding."""
+    return {name: value for name, value in options.items() if name not in (*_NAMES, "attention_mask")}
+
+
+@functools.cache
+def _apart(kind: Any) -> type:
+    """Return a layer's class that runs for the sequences in decode together, and for each prompt by itself."""
+
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **more: Any) -> Any:
         step: Step = getattr(self, STEP)
         attention: Any = step.attention
         pools: list[Tensor] | None = None
@@ -178,7 +240,7 @@ def _stateful(kind: Any) -> type:
                 assert pools is not None
                 states = dict(zip(self.medusa_states, (pool[slots] for pool in pools), strict=True))
             cache = LayerCache(states)
-            out[0, rows] = _call(kind, self, hidden_states[0, rows], cache, **more)
+            out[0, rows] = _call(kind.forward, self, hidden_states[0, rows], cache, **_others(more))
             for key, pool in zip(self.medusa_states, pools or (), strict=False):
                 pool[slots] = cache.states[key]
         return out
