@@ -134,7 +134,8 @@ def test_one_that_loads_relieves_another_one_that_prefills_also_when_either_is_l
     with Laboratory(4, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
         cluster = ClusterWithoutRay(lab)
         url = _started(cluster)
-        flags = {"disaggregated": True, "live_scaling": True, "settings": cluster.settings | {"max_concurrency": "8"}}
+        settings = cluster.settings | {"max_concurrency": "8", "prefix_cache_mb": "0"}  # each prompt is computed
+        flags = {"disaggregated": True, "live_scaling": True, "settings": settings}
         cluster.deploy("m", max=1, **flags)
         alone = completion(url, prompt=_LONG)
         prefill = _wait_prefilling(cluster)
