@@ -11,6 +11,7 @@ from medusa_runtime.errors import ContextLengthError, MedusaError, OverloadedErr
 
 from .contract import HttpError
 
+TEXT_ONLY = "this engine takes text only; for pictures or sound use --engine vllm"
 _TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",

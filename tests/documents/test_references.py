@@ -11,6 +11,7 @@ from medusa_adapters.bench import fetch as product_fetch
 from medusa_adapters.bench.coldstart.metrics import METRICS
 from medusa_adapters.cli.doctor import examine
 from medusa_adapters.trial import Trial
+from medusa_runtime.checkpoint.text_part import WHOLES
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.load.quantized.scheme import METHODS
@@ -130,7 +131,7 @@ def test_metrics_of_the_benchmarks_are_explained_and_no_others() -> None:
 
 def test_supported_architectures_are_those_of_the_registry() -> None:
     listed = first_cells("models.md", "The torch engine")
-    assert sorted(set(listed)) == sorted({*ARCHITECTURES, *ENCODERS, "architectures", "model_type"})
+    assert sorted(set(listed)) == sorted({*ARCHITECTURES, *ENCODERS, *WHOLES, "architectures", "model_type"})
 
 
 def test_quantizations_are_those_that_are_read() -> None:

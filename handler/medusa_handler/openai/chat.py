@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_runtime.engine.base import Delta, TokenLogprob
 
-from ..faults import invalid, unsupported
+from ..faults import TEXT_ONLY, invalid, unsupported
 from .answer import Choice
 from .body.parameters import Body, flag
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -56,7 +56,7 @@ def _text(content: Any, name: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "refusal"):
-            raise unsupported(name, "parts of type text (this model takes text only)", kind)
+            raise unsupported(name, f"parts of type text ({TEXT_ONLY})", kind)
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
             raise invalid(name, "a text part with text", part)

@@ -143,6 +143,15 @@ class WeightIndex:
         return sum(shard.data_bytes for shard in self.shards)
 
     @cached_property
+    def tensor_bytes(self) -> int:
+        """The size of all tensors: less than ``total_bytes`` if the index leaves some out."""
+        sizes: dict[tuple[int, int], int] = {}
+        for entry in self.tensors.values():  # several may be the same bytes
+            place = entry.shard, entry.start
+            sizes[place] = max(sizes.get(place, 0), entry.stop - entry.start)
+        return min(sum(sizes.values()), self.total_bytes)
+
+    @cached_property
     def largest_tensor_bytes(self) -> int:
         """The size of the largest tensor."""
         return max((entry.stop - entry.start for entry in self.tensors.values()), default=0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.index import WeightIndex
+from ..checkpoint.text_part import text_config
 from ..errors import CorruptError, ModelError
 from ..models import ModelConfig, model_config
 from ..models.backend import no_config
@@ -26,7 +27,7 @@ def read_config(
     gets the weights' dtype: the usual default, float32, would double a bf16 model's memory. ``max_model_len`` is the
     setting, too.
     """
-    raw = with_dtype(read_config_json(read), index)
+    raw = with_dtype(text_config(read_config_json(read)), index)
     if _has_own_head(index):
         raw["tie_word_embeddings"] = False
     config = model_config(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ..timeline import Timeline
 from .base import Engine
 from .torch.engine import TorchEngine
 
+logger = logging.getLogger(__name__)
+
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
     """Open the engine for this checkpoint. Waits for its weight index.
@@ -23,7 +26,10 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     if settings.layers is not None:
         raise ConfigError("--layers is for a worker that shares a model with others: expected --engine group with it")
     region.wait_index()
-    if backend(region.file, settings).kind in ("encoder", "classifier"):
+    found = backend(region.file, settings)
+    if found.text_only:
+        logger.info("%s", found)
+    if found.kind in ("encoder", "classifier"):
         from .encoder.engine import EncoderEngine
 
         return EncoderEngine(region, settings, timeline)

@@ -52,12 +52,13 @@ def _import_transformers_module(region: Region) -> None:
 
     Errors in the model are not reported here; the engine reports them.
     """
+    from ..checkpoint.text_part import text_config
     from ..models.architectures import has_family, is_encoder
     from ..models.fields import read_object
 
     try:
         config = read_object(lambda name: region.file(name, _PATIENCE_S), "config.json")
-        if config is None or is_encoder(config) or has_family(config):
+        if config is None or is_encoder(config) or has_family(config := text_config(config)):
             return
         from ..models.transformers.catalog import find_class
         from ..models.transformers.config import own_class

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.index import WeightIndex
 from ..checkpoint.order import layers_first
 from ..checkpoint.reader import Checkpoint, CheckpointRecord, open_checkpoint
+from ..checkpoint.text_part import only_text
 from ..errors import TooLargeError
 from ..process_limits import check_files
 from ..region.chunks import chunk_bytes_for
@@ -101,6 +102,7 @@ def prefetch(
     store: Store | None = None,
     sources: SourcesStore | None = None,
     uploads: Uploads | None = None,
+    text_only: bool = False,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
@@ -114,6 +116,7 @@ def prefetch(
     ``store`` is the checkpoint's, if the caller has opened it; it is closed here. ``sources`` is the store where peers
     may have the checkpoint; the region is then laid out for peers, too.
     ``uploads`` is given if an engine loads from the region meanwhile.
+    With ``text_only``, what a model needs for pictures or sound alone is not fetched.
     """
     writer = writer or region.writer()
     try:
@@ -128,6 +131,8 @@ def prefetch(
             restored = RestoredCheckpoint(checkpoint.index, checksums, {}, {})
             if bundle is not None:
                 restored = bundle.restore(checkpoint)
+            if text_only:
+                restored = replace(restored, index=only_text(restored.index, checkpoint.files.get("config.json")))
             with LoadPriority(settings.load_priority) as load:
                 options = FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes, uploads)
                 _fill(writer, checkpoint, restored, options)
@@ -210,11 +215,12 @@ def _admitted(
                 plan = RegionPlan.of(index, files, late_sizes, options.peer_chunk_bytes(restored))
                 options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
-                more_bytes = max(region_bytes - writer.reserved_bytes, 0)
+                left_out_bytes = index.total_bytes - index.tensor_bytes
+                more_bytes = max(region_bytes - writer.reserved_bytes - left_out_bytes, 0)
                 if released:
                     more_bytes = min(more_bytes, 2 * UNRELEASED_BYTES + index.largest_tensor_bytes)
                 on_gpu = partial(options.is_on_gpu, files)
-                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu)
+                check_memory(index.tensor_bytes, more_bytes, options.settings.memory_limit_mb, on_gpu)
             break
         except TooLargeError as error:
             if not late_sizes:
@@ -234,7 +240,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
     files = {**checkpoint.files, **restored.files}
     released = settings.host_weights == "release" and options.is_on_gpu(files)
     late_sizes = _admitted(writer, restored, files, options, released=released)
-    with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
+    with options.timeline.stage("fetch", bytes=index.tensor_bytes) as detail:
         index = writer.lay_out(index, files, late_sizes, options.peer_chunk_bytes(restored))
         if options.owner is not None:
             options.owner.on_laid_out(writer)

@@ -29,6 +29,7 @@ def prefetch_for_engine(region: Region, settings: Settings, timeline: Timeline) 
         nice=BESIDE_IMPORTS,
         bundle=BundleRestorer(settings, timeline),
         uploads=partial(uploads, settings),
+        text_only=settings.engine == "torch",
     )
 
 

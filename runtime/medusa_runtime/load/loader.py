@@ -197,7 +197,10 @@ class Loader:
         """Raise TooLargeError if there is no memory for the copies that the plan needs."""
         copied = copied_bytes(index, plan.todo, self._applier)
         # With ``release``, what is copied leaves the region.
-        to_come = 0 if self._release else max(index.region_bytes - self._region.fetched_bytes, 0)
+        to_come = 0
+        if index.region_bytes and not self._release:
+            progress = self._region.progress()  # its total leaves out chunks without tensors, which do not come
+            to_come = max(progress.total_bytes - progress.fetched_bytes, 0)
         stages = [] if self._timeline is None else self._timeline.stages()
         is_first = [stage.name for stage in stages].count("plan") <= 1
         check_memory(copied, to_come, is_first=is_first, check=self._check_closing)

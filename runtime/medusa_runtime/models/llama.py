@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
+from medusa_runtime.checkpoint.text_part import text_name
 from medusa_runtime.kernels import silu_gate
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
@@ -226,4 +227,5 @@ class Llama(DecoderModel):
     def rename(self, name: str) -> str | None:
         if name.endswith("rotary_emb.inv_freq"):  # early checkpoints contain this computed buffer
             return None
-        return name.removeprefix("model.")
+        named = text_name(name)
+        return None if named is None else named.removeprefix("model.")

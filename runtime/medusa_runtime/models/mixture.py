@@ -6,7 +6,7 @@ experts that its tokens are routed to, and has these fetched before the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medusa_runtime.checkpoint.divided import rows
+from medusa_runtime.checkpoint.index import TensorEntry
+from medusa_runtime.errors import MismatchError
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, with_defaults
@@ -152,8 +155,43 @@ class Experts(Routed):
         return shares.to(normed.dtype) if self.rounds else shares, chosen
 
 
+def expert_parts(name: str, entry: TensorEntry, config: MixtureConfig) -> Mapping[str, TensorEntry] | None:
+    """Return the parts of a tensor that has the weights of all experts of a layer; None for another tensor.
+
+    It is [experts, out, in], or [experts, in, out] as in Qwen3-VL's mixtures. Raises MismatchError for another shape.
+    """
+    layer, found, kind = name.rpartition(".mlp.experts.")
+    if not found or kind not in ("gate_up_proj", "down_proj"):
+        return None
+    count, size, hidden = config.experts, config.expert_size, config.hidden_size
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    out, inner = (size, hidden) if kind == "gate_up_proj" else (hidden, size)
+    width = out * len(kinds)
+    if entry.shape not in ((count, width, inner), (count, inner, width)) or entry.strides is not None:
+        raise MismatchError(f"{name}: expected {[count, width, inner]}, found {list(entry.shape)}")
+    wholes = rows(entry, [f"{layer}.mlp.experts.{expert}" for expert in range(count)])
+    parts: dict[str, TensorEntry] = {}
+    for expert, whole in wholes.items():
+        names = [f"{expert}.{one}.weight" for one in kinds]
+        if entry.shape[1] == width:
+            parts |= rows(whole._replace(shape=(len(kinds), out, inner)), names)
+            continue
+        item = (whole.stop - whole.start) // (width * inner)  # the bytes of a number
+        left = (len(kinds) - 1) * out * item  # the bytes of the other part in a row
+        for at, part in enumerate(names):
+            start = whole.start + at * out * item
+            stop = whole.stop - left + at * out * item
+            parts[part] = whole._replace(start=start, stop=stop, shape=(out, inner), strides=(1, width))
+    return parts
+
+
 class Mixture(Llama):
+    config: MixtureConfig
     config_class = MixtureConfig
+
+    def divide(self, name: str, entry: TensorEntry) -> Mapping[str, TensorEntry] | None:
+        """Return the parts of a tensor that has the weights of all experts of a layer."""
+        return expert_parts(name, entry, self.config)
 
     def rename(self, name: str) -> str | None:
         found = super().rename(name)
@@ -162,4 +200,4 @@ class Mixture(Llama):
         return ".".join(_MIXTRAL.get(part, part) for part in found.split("."))
 
 
-__all__ = ["Experts", "Mixture", "MixtureConfig", "Routed", "combined"]
+__all__ = ["Experts", "Mixture", "MixtureConfig", "Routed", "combined", "expert_parts"]

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_runtime.checkpoint.divided import rows
 from medusa_runtime.checkpoint.index import TensorEntry
-from medusa_runtime.errors import MismatchError
 from medusa_runtime.kernels.native import MAX_TAPS
 from medusa_runtime.models.base import Attention, StatefulAttention, StateShape
 from medusa_runtime.models.fields import Fields
@@ -26,7 +24,7 @@ from medusa_runtime.models.layers.rope import RopeConfig, Rotation
 from medusa_runtime.models.layers.taps import Taps
 from medusa_runtime.models.lfm2 import layers_that_attend, stateful
 from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention, with_defaults
-from medusa_runtime.models.mixture import MixtureConfig
+from medusa_runtime.models.mixture import MixtureConfig, expert_parts
 
 _NORM_EPS = 1e-6  # of the lengths of queries and keys
 
@@ -238,25 +236,10 @@ class Qwen3NextMoe(Qwen3Next):
     config_class = Qwen3NextMoeConfig
 
     def divide(self, name: str, entry: TensorEntry) -> Mapping[str, TensorEntry] | None:
-        """Return the parts of a tensor that has the weights of all experts of a layer, [experts, out, in]."""
-        layer, found, kind = name.rpartition(".mlp.experts.")
-        if not found or kind not in ("gate_up_proj", "down_proj"):
-            return None
+        """Return the parts of a tensor that has the weights of all experts of a layer."""
         config = self.config
         assert isinstance(config, Qwen3NextMoeConfig)
-        shape = (config.hidden_size, config.expert_size)
-        if kind == "gate_up_proj":
-            shape = (2 * config.expert_size, config.hidden_size)
-        if entry.shape != (config.experts, *shape) or entry.strides is not None:
-            raise MismatchError(f"{name}: expected {[config.experts, *shape]}, found {list(entry.shape)}")
-        experts = [f"{layer}.mlp.experts.{expert}" for expert in range(config.experts)]
-        if kind == "down_proj":
-            return rows(entry, [f"{expert}.down_proj.weight" for expert in experts])
-        halves: dict[str, TensorEntry] = {}
-        for expert, both in zip(experts, rows(entry, experts).values(), strict=True):
-            pair = both._replace(shape=(2, config.expert_size, config.hidden_size))
-            halves |= rows(pair, [f"{expert}.{half}.weight" for half in ("gate_proj", "up_proj")])
-        return halves
+        return expert_parts(name, entry, config)
 
 
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "Qwen3NextMoe", "Qwen3NextMoeConfig"]

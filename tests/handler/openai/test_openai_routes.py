@@ -230,7 +230,10 @@ def test_a_bad_value_is_named(served: Any, body: dict[str, Any], param: str) -> 
             },
             "add_generation_prompt: expected false with continue_final_message, found true",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "--engine vllm",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": 3}, "tools"),
         ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),

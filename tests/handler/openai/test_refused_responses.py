@@ -42,7 +42,7 @@ def raw(served: Any, body: str) -> tuple[int, bytes]:
         ({"input": [{"role": "user", "content": [3]}]}, "input[0].content[0].type", "input_text"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type", "text only",
+            "input[0].content[0].type", "--engine vllm",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import json_excerpt, printable
 
-from ...faults import ApiError, UnsupportedRequestError, invalid
+from ...faults import TEXT_ONLY, ApiError, UnsupportedRequestError, invalid
 from .parameters import Body
 
 
@@ -94,7 +94,7 @@ class Refusal(NamedTuple):
 
 _GUIDED = Refusal("use structured_outputs, as with vLLM since 0.12")
 _TRANSFER = Refusal("engines here do not exchange keys and values with vLLM's")
-_MEDIA = Refusal("this model takes text only")
+_MEDIA = Refusal(TEXT_ONLY)
 REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(OF_RELAYING_ENGINES, Refusal("the engine's own server answers")),
     "logprob_token_ids": Refusal("log-probabilities are those of the likeliest tokens; send logprobs"),

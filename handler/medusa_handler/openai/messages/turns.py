@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...faults import invalid, unsupported
+from ...faults import TEXT_ONLY, invalid, unsupported
 from ..body.fields import check_inner_fields
 from ..tools.choice import check_name
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 _ROLES = ("user", "assistant", "system")
 # A line with which Claude Code begins its system prompt. It differs with each request, and the model has no use for it.
 _BILLING = "x-anthropic-billing-header"
-_TEXT_ONLY = ("image", "document", "search_result", "container_upload")
+_MEDIA = ("image", "document", "search_result", "container_upload")
 # The fields of each kind of block. Of those that are not used, clients return what they were given.
 _OF_ALL = frozenset(("type", "cache_control"))
 _TEXT = _OF_ALL | {"text", "citations"}
@@ -156,7 +156,7 @@ def _blocks(content: Any, name: str, role: str) -> list[tuple[Mapping[str, Any],
             raise invalid(place, "an object with a type", block)
         kind, known = block.get("type"), _KINDS[role]
         if kind not in known:
-            hint = " (this model takes text only)" if kind in _TEXT_ONLY else ""
+            hint = f" ({TEXT_ONLY})" if kind in _MEDIA else ""
             raise unsupported(f"{place}.type", f"{' or '.join(known)}{hint}", kind)
         _check_fields(block, place, _FIELDS[kind])
         found.append((block, place))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...faults import ApiError, invalid, unsupported
+from ...faults import TEXT_ONLY, ApiError, invalid, unsupported
 from ..body.fields import Refusal, check_inner_fields
 from ..tools.choice import check_name
 
@@ -14,7 +14,7 @@ _PARTS = ("input_text", "output_text", "refusal")
 _REASONING_PARTS = ("reasoning_text", "summary_text")
 _KINDS = ("message", "reasoning", "function_call", "function_call_output")
 _HINTS = {
-    **dict.fromkeys(("input_image", "input_file", "input_audio"), "this model takes text only"),
+    **dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY),
     "text": "OpenAI's name of it in chats",
     "item_reference": "nothing is kept from earlier responses; send the item itself",
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.index import TensorEntry, WeightIndex
+from ...checkpoint.text_part import text_name
 from ...errors import MismatchError
 from ...load.factory.applier import FactoryApplier
 from ...load.factory.options import BuildOptions
@@ -54,7 +55,10 @@ class TransformersApplier(FactoryApplier):
         dtype: torch.dtype,
         quantization: Quantization | None = None,
         options: BuildOptions = _DEFAULTS,
+        *,
+        text_part: bool = False,
     ) -> None:
+        """With ``text_part``, the checkpoint may be that of a model around this decoder (``text_name``)."""
         keep_in_float32(module)
         exact = options.exact and dtype.itemsize > 2
         super().__init__(module, factory, dataclasses.replace(options, rename=self.target, exact=exact))
@@ -62,7 +66,7 @@ class TransformersApplier(FactoryApplier):
         self._optional = [
             re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
         ]
-        self._names = _Names(module)
+        self._names = _Names(module, text_part=text_part)
         self._experts = {name: part for name, part in module.named_modules() if isinstance(part, SeparateExperts)}
         self._divide = self._divided if self._experts else None
         self._fused: dict[Place, tuple[_Fused, str]] = {}
@@ -208,10 +212,11 @@ class TransformersApplier(FactoryApplier):
 class _Names:
     """A table of where a checkpoint's tensors go in a module of transformers."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, text_part: bool) -> None:
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        self._text_part = text_part
         self._loading = core_model_loading
         self._prefix = module.base_model_prefix
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -226,13 +231,16 @@ class _Names:
         """Return a tensor's name in the module, and the pattern and the converter that it needs, or None for both."""
         if name not in self._found:
             rename = self._loading.rename_source_key
-            target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._own)
+            key = text_name(name) if self._text_part else name
+            if key is None:
+                return name, None, None
+            target, pattern = rename(key, self._renamings, self._converters, self._prefix, self._own)
             for renamings in (
                 self._renamings,
                 [],
             ):  # without fusing, as with ``SeparateExperts``, and under its own name
                 if target not in self._own:
-                    other, _ = rename(name, renamings, [], self._prefix, self._own)
+                    other, _ = rename(key, renamings, [], self._prefix, self._own)
                     target, pattern = (other, None) if other in self._own else (target, pattern)
             self._found[name] = target, pattern, None if pattern is None else self._by_pattern[pattern]
         return self._found[name]

@@ -96,7 +96,9 @@ class TransformersDecoder(DecoderModel):
         return None if target is None else f"module.{target}"
 
     def applier(self, dtype: torch.dtype) -> TransformersApplier:
-        self._applier = TransformersApplier(self.module, lambda: build(self.config)[0], dtype, self.config.quantization)
+        self._applier = TransformersApplier(
+            self.module, lambda: build(self.config)[0], dtype, self.config.quantization, text_part=True
+        )
         return self._applier
 
 
