@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import SETTINGS, Served
+from adapter_fixtures import merge, write_adapter
+from engine_fixtures import SETTINGS, Answer, Served
+from fetching import fetch_into
+from medusa_runtime.checkpoint.text_part import text_name
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.models.backend import backend, verify
+from medusa_runtime.region.reader import Region
+from safetensors.torch import load_file, save_file
+
+from benchmarks.quantize import quantize
 
 pytest.importorskip("transformers")
 from reference_models import loaded, logits
 from text_parts import CASES, by_transformers, flat, write
 
-PROMPTS = ([5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29], [8, 30, 77], [64, 4, 21] * 9)
-ASKED = {"max_tokens": 10, "logit_bias": {2: -100.0}}
+PROMPTS = ((5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29), (8, 30, 77), (64, 4, 21) * 9)
+ASKED: dict[str, Any] = {"max_tokens": 10, "logit_bias": {2: -100.0}}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
     model = write(case, tmp_path)
-    expected = [by_transformers(model, prompt, 10) for prompt in PROMPTS]
+    expected = [by_transformers(model, list(prompt), 10) for prompt in PROMPTS]
     served = serve(tmp_path, max_batched_tokens=max(12, SETTINGS.max_concurrency))  # prompts come in chunks
     answers = [served.ask(list(prompt), **ASKED) for prompt in PROMPTS]
     assert [answer.tokens for answer in answers] == expected
@@ -57,3 +68,42 @@ def test_what_is_served_is_said(tmp_path: Path) -> None:
     said = "the torch engine, as MistralForCausalLM; text only (for pictures or sound use --engine vllm)"
     assert str(backend(read, Settings())) == str(verify(read, Settings())) == said
     assert backend(read, Settings(engine="vllm")).architecture == "Mistral3ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(("case", "form"), [("mistral3", "int8"), ("ministral3", "fp8-blocks"), ("qwen3-vl", "pack-8")])
+def test_weights_of_the_text_part_may_be_quantized(
+    case: str, form: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """As tools write such checkpoints: what takes pictures stays as it is, and is on a list of what to leave out."""
+    write(case, tmp_path / "whole")
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    quantize(tmp_path / "whole", stored, form, dequantized=floats)
+    for folder in (stored, floats):
+        weights = load_file(folder / "model.safetensors")
+        eyes = {name: value for name, value in load_file(tmp_path / "whole" / "model.safetensors").items()
+                if text_name(name) is None}  # fmt: skip
+        left = {name: value for name, value in weights.items() if text_name(name) is not None}
+        save_file(left | eyes, folder / "model.safetensors")
+    raw = json.loads((stored / "config.json").read_text())
+    modules = sorted({name.removesuffix(".weight") for name in eyes})
+    raw["quantization_config"] |= {"ignore": [*modules, "re:.*lm_head"], "modules_to_not_convert": modules}
+    (stored / "config.json").write_text(json.dumps(raw))
+    answers = [serve(folder, max_concurrency=2).ask(list(PROMPTS[0]), **ASKED).tokens for folder in (stored, floats)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("case", ["qwen2.5-vl", "qwen3-vl"])
+def test_an_adapter_with_the_names_of_the_whole_model(case: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    write(case, tmp_path / "base")
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "base", targets=targets)
+    merged = serve(merge(tmp_path / "merged", tmp_path / "base", adapter)).ask(list(PROMPTS[0]), **ASKED).tokens
+    served = serve(tmp_path / "base")
+    with closing(Region.create()) as region:
+        fetch_into(region, str(adapter / "adapter_model.safetensors"))
+        served.engine.add_adapter("one", region)
+        served.engine.wait_adapter("one")
+        answer = Answer("adapted")
+        params = SamplingParams(temperature=0.0, ignore_eos=True, **ASKED)
+        served.engine.add(GenerateRequest("adapted", PROMPTS[0], params, adapter="one"), answer.incoming.put)
+        assert answer.tokens == merged != served.ask(list(PROMPTS[0]), **ASKED).tokens
