@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from encoder_checkpoint import write_encoder
+from encoder_checkpoint import write_dense, write_encoder
 
 PATIENCE_S = 300.0
 TEXTS = {"query": "a cat", "documents": ["a car", "a kitten"]}
@@ -92,9 +92,7 @@ def numbers(answer: dict[str, Any]) -> list[float]:
 def test_an_encoder_whose_modules_have_weights_is_refused(start: Callable[..., Any], tmp_path: Path) -> None:
     """vLLM would make vectors without them."""
     write_encoder(tmp_path, "mean", heads=1)
-    modules = json.loads((tmp_path / "modules.json").read_text())
-    modules.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    write_dense(tmp_path, 20)
     serving = start("--model", tmp_path, "--engine", "vllm")
     assert serving.process.wait(PATIENCE_S) != 0
     assert "modules.json: expected no module with weights of its own, found Dense" in serving.output()
