@@ -1,7 +1,7 @@
 """Compare a model that runs with transformers' code in our engine with the same model in transformers itself.
 
 ``python -m benchmarks.engine.transformers_backend`` uses a random OLMo 2 of about 60 million parameters in bfloat16
-(``--dtype`` and ``--model`` take others). Each round starts `medusa serve` and a process that calls
+(``--shape``, ``--dtype`` and ``--model`` take others). Each round starts `medusa serve` and a process that calls
 ``from_pretrained`` and ``generate``, in turn. It measures the time from the exec to the first token, and then lets both
 continue a batch of prompts greedily.
 The last line is the share of ``generate``'s CPU time that torch's matrix products of the decode steps take by
@@ -22,13 +22,32 @@ from typing import Any
 
 from benchmarks.batches import PROMPT_TOKENS, served_times
 
+# The class of transformers, and the sizes. All but the first keep states; the last two run with our own code.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo-2": ("Olmo2ForCausalLM", {
+        "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16,
+        "num_attention_heads": 8, "num_key_value_heads": 8,
+    }),
+    "granite-4-h": ("GraniteMoeHybridForCausalLM", {
+        "vocab_size": 8192, "hidden_size": 768, "shared_intermediate_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 32,
+        "mamba_d_state": 128, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 2,
+    }),
+    "lfm2": ("Lfm2ForCausalLM", {
+        "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 6656, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    }),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {
+        "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
+    }),
+}  # fmt: skip
 _MAKE = """
-import sys, torch, transformers
-config = transformers.Olmo2Config(
-    vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=int(sys.argv[2]),
-    num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1024, eos_token_id=2, pad_token_id=1,
-)
-transformers.Olmo2ForCausalLM(config).to(getattr(torch, sys.argv[3])).save_pretrained(sys.argv[1])
+import json, sys, torch, transformers
+kind, sizes = getattr(transformers, sys.argv[2]), json.loads(sys.argv[3])
+config = kind.config_class(**sizes, max_position_embeddings=1024, eos_token_id=2, pad_token_id=1)
+kind(config).to(getattr(torch, sys.argv[4])).save_pretrained(sys.argv[1])
 """
 _THEIRS = """
 import json, sys, time
@@ -68,7 +87,8 @@ print(json.dumps({"rate": rate, "products": (time.process_time() - began) / cpu}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="a checkpoint in place of a random model")
+    parser.add_argument("--shape", choices=SHAPES, default="olmo-2", help="of the random model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the random model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence")
@@ -76,7 +96,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or make(Path(folder), dtype=arguments.dtype)
+        model = arguments.model or make(Path(folder), arguments.shape, arguments.dtype)
         result = measure(model, arguments.batch, arguments.tokens, arguments.runs)
     print("| | first token | tokens/s |\n|---|---|---|")
     for row in ("ours", "theirs"):
@@ -91,9 +111,11 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result))
 
 
-def make(folder: Path, layers: int = 16, dtype: str = "bfloat16") -> Path:
-    """Write the random model."""
-    subprocess.run([sys.executable, "-c", _MAKE, str(folder), str(layers), dtype], check=True, capture_output=True)
+def make(folder: Path, shape: str = "olmo-2", dtype: str = "bfloat16", **changes: Any) -> Path:
+    """Write a random model of a shape, with some of its sizes changed."""
+    name, sizes = SHAPES[shape]
+    command = [sys.executable, "-c", _MAKE, str(folder), name, json.dumps(sizes | changes), dtype]
+    subprocess.run(command, check=True, capture_output=True)
     return folder
 
 

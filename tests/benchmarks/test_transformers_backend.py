@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 def test_both_rows_are_measured(tmp_path: Path) -> None:
     from benchmarks.engine.transformers_backend import make, measure
 
-    result = measure(make(tmp_path, layers=1), batch=2, tokens=4, runs=1)
+    result = measure(make(tmp_path, num_hidden_layers=1), batch=2, tokens=4, runs=1)
     assert len(result["ours"]["first"]) == len(result["theirs"]["rate"]) == 1
     assert result["first_ratio"] > 0
     assert result["rate_ratio"] > 0
