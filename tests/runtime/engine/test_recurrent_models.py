@@ -15,7 +15,7 @@ from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.kernels import recurrence
 from medusa_runtime.models import model_config
 from medusa_runtime.models.transformers import recurrent
-from recurrent_models import OTHERS, OWN, SHAPES, write_recurrent
+from recurrent_models import OTHERS, OWN, PICTURES, SHAPES, write_recurrent, write_with_pictures
 
 from benchmarks.quantize import quantize
 
@@ -56,6 +56,26 @@ def test_tokens_are_those_of_transformers(
     assert answers(served, PROMPTS) == expected
     assert answers(served, PROMPTS[::-1]) == expected[::-1]
     assert served.engine.stats()["cached_tokens_total"] == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_chunks_give_the_log_probabilities_of_the_whole_prompt(
+    folder: Path, apart: bool, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that were lost between two chunks would show here, where it hardly changes the most likely token."""
+    if apart:  # the way of layers whose functions are unknown
+        monkeypatch.setattr(recurrent, "_with_our_functions", lambda kind: None)
+    served = serve(folder, max_batched_tokens=9)
+    asked = [served.ask(prompt, prompt_logprobs=0, max_tokens=2) for prompt in (PROMPTS[2], PROMPTS[0])]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt, answer in zip((PROMPTS[2], PROMPTS[0]), asked, strict=True):
+        scores = answer.wait().deltas[0].prompt_logprobs
+        assert scores is not None
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, :-1]
+        rows = torch.log_softmax(logits, -1)
+        expected = [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
+        assert [one.logprob for one in list(scores.tokens())[1:]] == pytest.approx(expected, abs=2e-3)
 
 
 def test_without_compiled_kernels(
@@ -137,6 +157,17 @@ def test_memory_limits_how_many_run_at_a_time(
     assert 2 < count <= (16 << 20) // state_bytes
     assert f"memory has room for the states of {count} sequences, so {count} requests run at a time" in caplog.text
     assert answers(served, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("architecture", PICTURES)
+def test_the_text_part_of_a_model_that_takes_pictures(
+    architecture: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    model = write_with_pictures(tmp_path, architecture)
+    ids = torch.tensor([PROMPTS[0]])
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    assert answers(serve(tmp_path, max_batched_tokens=12), PROMPTS[:1]) == [expected]
 
 
 @pytest.mark.parametrize("architecture", OWN)

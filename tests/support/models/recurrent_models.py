@@ -88,21 +88,50 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES = OWN | OTHERS
+# Models that take pictures, too, with the decoder inside and the sizes of the rest.
+_QWEN_EYES = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}  # fmt: skip
+PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", _QWEN_EYES),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", _QWEN_EYES),
+    "Lfm2VlForConditionalGeneration": (
+        "Lfm2ForCausalLM",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+    ),
+}
 
 
 def write_recurrent(folder: Path, architecture: str, **changes: Any) -> Path:
-    """Save such a model; every number is random, so that none goes unnoticed."""
-    import torch
+    """Save such a model."""
     import transformers
 
     kind = getattr(transformers, architecture)
-    torch.manual_seed(5)
-    model = kind(kind.config_class(**_SHAPE | SHAPES[architecture] | changes)).eval()
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            value.copy_(torch.randn_like(value) * 0.3)
-    model.save_pretrained(folder)
+    _save(kind(kind.config_class(**_SHAPE | SHAPES[architecture] | changes)), folder)
     return folder
 
 
-__all__ = ["OTHERS", "OWN", "SHAPES", "write_recurrent"]
+def write_with_pictures(folder: Path, architecture: str) -> Any:
+    """Save a model that takes pictures, too, and return it."""
+    import transformers
+
+    decoder, vision = PICTURES[architecture]
+    text = getattr(transformers, decoder).config_class(**_SHAPE | OWN[decoder])
+    kind = getattr(transformers, architecture)
+    return _save(kind(kind.config_class(text_config=text.to_dict(), vision_config=vision)), folder)
+
+
+def _save(model: Any, folder: Path) -> Any:
+    """Save a model with random numbers everywhere, so that none goes unnoticed."""
+    import torch
+
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.copy_(torch.randn_like(value) * 0.3)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+__all__ = ["OTHERS", "OWN", "PICTURES", "SHAPES", "write_recurrent", "write_with_pictures"]

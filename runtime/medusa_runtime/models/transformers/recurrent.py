@@ -34,6 +34,7 @@ _KNOWN = frozenset(
         "is_recording_past", "update", "get_seq_length",
     }
 )  # fmt: skip
+_CONTINUES = re.compile(r"\binitial_states?=recurrent_state\b")
 _TRIED = 2  # tokens of a trial
 _CONV, _RECURRENT = "conv", "recurrent"
 Key = tuple[str, int]  # which of a layer's states: its kind, and its number among these
@@ -224,6 +225,7 @@ def _others(options: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _apart(kind: Any) -> type:
     """Return a layer's class that runs for the sequences in decode together, and for each prompt by itself."""
+    continues = _CONTINUES.search(inspect.getsource(kind)) is not None
 
     def forward(self: Any, hidden_states: Tensor, *_: Any, **more: Any) -> Any:
         step: Step = getattr(self, STEP)
@@ -240,7 +242,9 @@ def _apart(kind: Any) -> type:
                 assert pools is not None
                 states = dict(zip(self.medusa_states, (pool[slots] for pool in pools), strict=True))
             cache = LayerCache(states)
-            out[0, rows] = _call(kind.forward, self, hidden_states[0, rows], cache, **_others(more))
+            # Jamba's form for several tokens begins without a state, so each token that has one runs by itself.
+            for part in [rows] if is_fresh or continues else torch.split(rows, 1, 1):
+                out[0, part] = _call(kind.forward, self, hidden_states[0, part], cache, **_others(more))
             for key, pool in zip(self.medusa_states, pools or (), strict=False):
                 pool[slots] = cache.states[key]
         return out
