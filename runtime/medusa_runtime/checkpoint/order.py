@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from .text_names import text_name
+
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|blk|encoder|decoder)\.([0-9]+)\.|\.([0-9]+)\.")
 _EMBEDDING = re.compile(
     r"(?:(?:^|[._])(?:embed\w*+|wte|wpe|shared|project_in|ln_embed|word_embeddings_layernorm)"
@@ -49,8 +51,11 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
 
 
 def layer_numbers(order: Sequence[str]) -> dict[str, int]:
-    """Return the number of the layer that each tensor belongs to, for those that belong to one."""
-    return _numbers({name: _rank(name) for name in order})
+    """Return the number of the layer that each tensor belongs to, for those that belong to one.
+
+    In a model that takes pictures, these are the layers of its decoder.
+    """
+    return _numbers({name: _text_rank(name) for name in order})
 
 
 def _numbers(ranks: Mapping[str, _Rank | None]) -> dict[str, int]:
@@ -64,7 +69,7 @@ def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str]
     comes after it, and the embedding if the model's head has no tensor of its own. A worker's region has its tensors in
     the order of the two parts, one after the other; splitting that order gives the same parts again.
     """
-    ranks = {name: _rank(name) for name in order}
+    ranks = {name: _text_rank(name) for name in order}
     numbers = _numbers(ranks)
     last = stop > max(numbers.values(), default=0)
     tied = last and not any(rank is not None and rank[0] == _HEAD_RANK for rank in ranks.values())
@@ -84,6 +89,11 @@ def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str]
 
 def _plain(kind: int) -> _Rank:
     return kind, 0, (), 0, 0
+
+
+def _text_rank(name: str) -> _Rank | None:
+    """Return a tensor's rank. What takes pictures or sound comes before the first layer of the decoder."""
+    return _rank(name) if text_name(name) is not None else _plain(_EMBED_RANK)
 
 
 def _rank(name: str) -> _Rank | None:

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that also takes pictures or sound: the decoder inside, and the names of its tensors.
+"""The text part of a checkpoint that also takes pictures or sound: the decoder inside.
 
 For text alone, all of these models compute what their decoder computes. The torch engine serves them so, without the
 rest of their weights; vLLM gets them as they are.
@@ -7,12 +7,12 @@ rest of their weights; vLLM gets them as they are.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ModelError, short_repr
 from .index import WeightIndex
+from .text_names import text_name
 
 
 class _Decoder(NamedTuple):
@@ -64,10 +64,6 @@ WHOLES: dict[str, str | None] = {
 }
 # Keys of the whole that count for its decoder, too, also where the text_config has others.
 _FROM_WHOLE = ("eos_token_id", "quantization_config", "compression_config", "tie_word_embeddings")
-_TEXT = re.compile(r"(?:model\.)?language_model\.(?:(model|lm_head)\.)?")
-_OTHER = re.compile(
-    r"(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|audio_tower|image_newline)(?:\.|$)"
-)
 
 
 def has_text_part(raw: Mapping[str, Any]) -> bool:
@@ -108,16 +104,6 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return inner | {"architectures": [decoder.architecture]}
 
 
-def text_name(name: str) -> str | None:
-    """Return the decoder's name for a tensor of the whole model; None for one of what takes pictures or sound.
-
-    A decoder's own names stay as they are.
-    """
-    if (found := _TEXT.match(name)) is not None:
-        return f"{found[1] or 'model'}.{name[found.end() :]}"
-    return None if _OTHER.match(name) else name
-
-
 def only_text(index: WeightIndex, config: bytes | None) -> WeightIndex:
     """Return the index of a checkpoint with this config.json, without tensors that its text part does not need."""
     try:
@@ -143,4 +129,4 @@ def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return found | {key: "default" for key in ("type", "rope_type") if found.get(key) == "mrope"}
 
 
-__all__ = ["WHOLES", "has_text_part", "only_text", "text_config", "text_name"]
+__all__ = ["WHOLES", "has_text_part", "only_text", "text_config"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 
-from medusa_runtime.checkpoint.text_part import text_name
+from medusa_runtime.checkpoint.text_names import text_name
 from medusa_runtime.kernels import silu_gate
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields

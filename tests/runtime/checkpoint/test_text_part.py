@@ -9,7 +9,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from medusa_runtime.checkpoint.text_part import has_text_part, only_text, text_config, text_name
+from medusa_runtime.checkpoint.order import layer_numbers, layers_first
+from medusa_runtime.checkpoint.text_names import text_name
+from medusa_runtime.checkpoint.text_part import has_text_part, only_text, text_config
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, MedusaError, ModelError
 from medusa_runtime.instance.engine_fetch import prefetch_for_engine
@@ -107,3 +109,13 @@ def test_a_damaged_config_leaves_the_index_as_it_is(region: Region) -> None:
     index = WeightIndex((), {})
     for config in (None, b"{", b"[]", b"{}"):
         assert only_text(index, config) is index
+
+
+def test_layers_are_those_of_the_decoder() -> None:
+    eyes = [f"model.visual.blocks.{number}.w" for number in range(5)]
+    text = [f"model.language_model.layers.{number}.w" for number in range(3)]
+    order = ["model.language_model.embed_tokens.weight", *text, *eyes, "model.language_model.norm.weight", "lm_head.w"]
+    assert layer_numbers(order) == {name: number for number, name in enumerate(text)}
+    first, last = layers_first(order, 0, 2)[0], layers_first(order, 2, 3)[0]
+    assert first == [order[0], *text[:2], *eyes]
+    assert last == [text[2], "model.language_model.norm.weight", "lm_head.w"]

@@ -13,7 +13,7 @@ import torch
 from adapter_fixtures import merge, write_adapter
 from engine_fixtures import SETTINGS, Answer, Served
 from fetching import fetch_into
-from medusa_runtime.checkpoint.text_part import text_name
+from medusa_runtime.checkpoint.text_names import text_name
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.models.backend import backend, verify

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.index import TensorEntry, WeightIndex
-from ...checkpoint.text_part import text_name
+from ...checkpoint.text_names import text_name
 from ...errors import MismatchError
 from ...load.factory.applier import FactoryApplier
 from ...load.factory.options import BuildOptions
