@@ -72,6 +72,7 @@ def test_other_files_are_refused(changes: dict[str, Any], error: type[MedusaErro
         ("vision_tower.layers.0.w", None),
         ("model.multi_modal_projector.w", None),
         ("image_newline", None),
+        ("mtp.layers.0.w", None),
         ("visuals.w", "visuals.w"),
     ],
 )
