@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import SETTINGS, Served, fill_region
+from engine_fixtures import SETTINGS, Served, fill_region, join_tokenizers
 from fetching import fetch_into
 from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.recording import RecordingEngine
+from medusa_runtime.errors import ModelError
 from medusa_runtime.fetch.prefetcher import RestoredCheckpoint
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.fingerprint import fingerprint
 from medusa_runtime.state.kinds import PROMPT_KV, PROMPTS, file_name
 from medusa_runtime.state.prompts import DIGEST_BYTES, RecordedPrompts, digest
 from medusa_runtime.timeline import Timeline
+from recurrent_models import write_recurrent
 from safetensors.torch import load_file, save_file
 from waiting import until
 
@@ -329,6 +331,14 @@ def test_a_folder_that_cannot_be_written_to_is_named(checkpoint: Path, tmp_path:
     assert error is not None
     assert f"keys and values cannot be written to {tmp_path}/gone (No such file" in error[1]
     assert str(served.errors[0]) == error[1]
+
+
+def test_a_model_whose_layers_keep_states_has_none(tmp_path: Path) -> None:
+    folder = write_recurrent(tmp_path, "Lfm2ForCausalLM")
+    with closing(fill_region(folder)) as region, closing(Timeline.create("engine")) as timeline:
+        with pytest.raises(ModelError, match="--prompts cannot be used with Lfm2ForCausalLM: its layers keep states"):
+            RecordingEngine(region, SETTINGS, timeline, tmp_path)
+        join_tokenizers()
 
 
 def test_a_fingerprint_is_that_of_the_values(checkpoint: Path, tmp_path: Path) -> None:

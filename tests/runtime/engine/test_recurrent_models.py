@@ -108,6 +108,7 @@ def test_layers_whose_functions_are_unknown_run_for_each_sequence(
         ("RecurrentGemmaForCausalLM", {}, "keeps a recurrent state, for which the torch engine has no cache"),
         ("MiniMaxForCausalLM", {}, "keeps a recurrent state, for which the torch engine has no cache"),
         ("InklingForCausalLM", {"num_key_value_heads": 2}, "it uses get_mask_sizes, get_query_offset of its cache"),
+        ("Inkling2ForCausalLM", {"num_key_value_heads": 2}, "it uses layers of its cache"),
     ],
 )
 def test_other_states_are_refused(architecture: str, sizes: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config import Settings
-from ...errors import EngineError
+from ...errors import EngineError, ModelError
 from ...region.reader import Region
 from ...state.fingerprint import fingerprint
 from ...state.kinds import PROMPT_KV, PROMPTS
@@ -56,6 +56,11 @@ class RecordingEngine(TorchEngine):
 
     def _recorded_blocks(self) -> None:
         """Leave out prompts that the bundle has: all are computed anew, and the time is measured."""
+        if self._cache.states is not None:
+            raise ModelError(
+                f"--prompts cannot be used with {self.info.architecture}: its layers keep states, which are not "
+                "recorded; expected none for this model"
+            )
 
     def _release_sequence(self, sequence: Sequence) -> None:
         if sequence.computed >= sequence.prompt_length and sequence.adapter is None:

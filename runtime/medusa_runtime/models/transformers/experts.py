@@ -151,11 +151,6 @@ def _computes_plainly(part: Any, act_fn: Any) -> bool:
     stand_in = copy.copy(part)
     parameters = {"gate_up_proj": nn.Parameter(both, False), "down_proj": nn.Parameter(down, False)}
     stand_in.__dict__ = {**part.__dict__, "_parameters": parameters, "num_experts": len(down)}
-    try:
-        with torch.inference_mode():
-            theirs = type(part).forward(stand_in, x, chosen, shares)
-    except Exception:  # noqa: BLE001 - the class needs something that is missing here, so it is none that we know
-        return False
 
     def expert(number: int) -> Any:
         def forward(x: Tensor) -> Tensor:
@@ -164,7 +159,12 @@ def _computes_plainly(part: Any, act_fn: Any) -> bool:
 
         return forward
 
-    ours = combined([*map(expert, range(len(down)))], x, shares, chosen)
+    try:
+        with torch.inference_mode():
+            theirs = type(part).forward(stand_in, x, chosen, shares)
+            ours = combined([*map(expert, range(len(down)))], x, shares, chosen)
+    except Exception:  # noqa: BLE001 - class or activation need something that is missing here, so none that we know
+        return False
     return isinstance(theirs, Tensor) and theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-9)
 
 
