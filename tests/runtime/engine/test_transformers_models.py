@@ -167,6 +167,9 @@ def test_attention_that_the_cache_has_no_room_for_is_refused() -> None:
         EngineError, match=r"keys of \[1, 2, 3, 8\], values of \[1, 2, 3, 12\]\); expected --engine vllm"
     ):
         attend(module, key, key, wide)
+    bias = torch.zeros(1, 2, 3, 3)
+    with pytest.raises(EngineError, match=r"values of \[1, 2, 3, 6\], position_bias\)"):
+        attend(module, key, key, narrow, position_bias=bias, position_ids=torch.arange(3))
 
 
 LEANLY = """

@@ -18,6 +18,7 @@ from ..base import Attention
 from ..layers.rope import Rotation
 
 NAME = "medusa"
+_IDLE = frozenset({"position_ids", "cache_position"})  # tensors that modules pass on, and that change no attention
 STEP = "medusa_step"  # the attribute of an attention module of transformers that holds its ``Step``
 
 
@@ -51,7 +52,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a module of transformers, and return it with None in the place of the weights.
 
@@ -61,10 +62,12 @@ def attend(
     """
     step: Step | None = getattr(module, STEP, None)
     known = step is not None and (key.shape[1], key.shape[3]) == (step.kv_heads, step.head_dim)
-    if step is None or not known or attention_mask is not None or value.shape[3] > step.head_dim:
+    changing = [name for name, one in others.items() if isinstance(one, Tensor) and name not in _IDLE]
+    if step is None or not known or attention_mask is not None or value.shape[3] > step.head_dim or changing:
+        found = "".join(f", {name}" for name in changing)
         raise EngineError(
             f"{type(module).__name__} of transformers attends in a way that the torch engine does not support (keys of "
-            f"{list(key.shape)}, values of {list(value.shape)}); expected --engine vllm for this model"
+            f"{list(key.shape)}, values of {list(value.shape)}{found}); expected --engine vllm for this model"
         )
     size = value.shape[3]
     if size != step.head_dim:

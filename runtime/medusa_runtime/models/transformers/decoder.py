@@ -23,7 +23,7 @@ from .experts import separate_experts
 from .faster import use_our_parts
 from .gathered import run_gathered
 from .programs import use_programs
-from .recurrent import attends, use_states
+from .recurrent import attends, unknown_states, use_states
 from .rope import fix_factors
 
 # Classes that claim to take any attention, but need masks or biases that only their own attention adds.
@@ -67,8 +67,10 @@ class TransformersDecoder(DecoderModel):
         if STATES not in source_of(type(self.module)):
             return config
         states = use_states(self.module, config.num_layers, config.hidden_size, config.dtype, self._step)
-        if not states:
+        if not states and type(self.module)._supports_attention_backend:
             return config
+        if not states:
+            raise unknown_states(self.module, "none of its layers shows one")
         attending = {part.layer_idx for part in self.module.modules() if attends(type(part))}
         if not attending or not attending <= {*range(config.num_layers)}:
             found = "some that share them" if attending else "no layer that attends"

@@ -103,10 +103,9 @@ def attends(kind: Any) -> bool:
 
 @functools.cache
 def _calls(kind: Any) -> frozenset[str]:
-    """Return the names of what a class of transformers uses of a cache."""
-    if not kind.__module__.startswith("transformers.models."):
-        return frozenset()
-    return frozenset(_USES.findall(inspect.getsource(kind)))
+    """Return the names of what a class of transformers uses of a cache, also by inheritance."""
+    theirs = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    return frozenset(name for base in theirs for name in _USES.findall(inspect.getsource(base)))
 
 
 def use_states(module: nn.Module, layers: int, hidden: int, dtype: torch.dtype, step: Step) -> list[list[StateShape]]:
@@ -119,9 +118,11 @@ def use_states(module: nn.Module, layers: int, hidden: int, dtype: torch.dtype, 
         return []
     for part in module.modules():
         if others := _calls(cast(Any, type(part))) - _KNOWN:
-            raise _unknown(part, f"it uses {', '.join(sorted(others))} of its cache")
+            raise unknown_states(part, f"it uses {', '.join(sorted(others))} of its cache")
     shapes: list[list[StateShape]] = [[] for _ in range(layers)]
     for part in parts:
+        if shapes[part.layer_idx]:
+            raise unknown_states(part, "several parts of a layer do")
         x, kind = torch.empty(1, _TRIED, hidden, dtype=dtype, device="meta"), cast(Any, type(part))
         together = _tried_together(part, x)
         if together is not None:
@@ -155,9 +156,9 @@ def _tried_apart(part: Any, x: Tensor) -> list[StateShape]:
         with torch.inference_mode(), _without_values(part):
             found = _call(type(part).forward, part, x, tried)
     except Exception as error:
-        raise _unknown(part, f"{type(error).__name__}: {error}") from error
+        raise unknown_states(part, f"{type(error).__name__}: {error}") from error
     if not isinstance(found, Tensor) or found.shape != x.shape:
-        raise _unknown(part, "it returns something else than the hidden states")
+        raise unknown_states(part, "it returns something else than the hidden states")
     part.medusa_states = sorted(tried.states)
     return [
         StateShape(tuple(state.shape[1:]), None if state.dtype is x.dtype else state.dtype)
@@ -165,7 +166,8 @@ def _tried_apart(part: Any, x: Tensor) -> list[StateShape]:
     ]
 
 
-def _unknown(part: nn.Module, why: str) -> ModelError:
+def unknown_states(part: nn.Module, why: str) -> ModelError:
+    """Return the error for a module of transformers that keeps states in a way that is not supported, and why not."""
     return ModelError(
         f"{type(part).__name__} of transformers keeps a state of each sequence in a way that the torch engine does not "
         f"support ({why}); expected --engine vllm for this model"
@@ -266,4 +268,4 @@ def _batches(steps: recurrence.Steps) -> Iterable[tuple[Tensor, Tensor, bool]]:
         yield rows, steps.slots[batch], not begins[batch[0]]
 
 
-__all__ = ["LayerCache", "attends", "use_states"]
+__all__ = ["LayerCache", "attends", "unknown_states", "use_states"]
