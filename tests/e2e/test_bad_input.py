@@ -104,7 +104,7 @@ def test_a_shard_that_is_no_safetensors(start: Start, copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "kind", "said"),
-    [("ZebraForCausalLM", "zebra", "LlamaForCausalLM"), ("MambaForCausalLM", "mamba", "recurrent state")],
+    [("ZebraForCausalLM", "zebra", "LlamaForCausalLM"), ("MambaForCausalLM", "mamba", "layers that attend")],
 )
 def test_an_unsupported_architecture(start: Start, copy: Path, architecture: str, kind: str, said: str) -> None:
     config = json.loads((copy / "config.json").read_text())

@@ -16,6 +16,7 @@ from medusa_runtime.engine.torch import prompt_scoring
 from medusa_runtime.errors import EngineError
 from medusa_runtime.models.layers.whole import WholeAttention
 from medusa_runtime.models.transformers.attention import STEP, Step, attend
+from recurrent_models import OTHERS, write_recurrent
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -216,3 +217,14 @@ def test_the_lean_import_gives_the_same_tokens(tmp_path: Path) -> None:
     out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines() == [*map(str, found), "[] True"], out.stderr
+
+
+def test_the_lean_import_runs_layers_that_keep_states(tmp_path: Path) -> None:
+    """Ours, and those of which transformers' own functions need parts of torch."""
+    folders = [write_recurrent(tmp_path / name, name) for name in OTHERS]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found = [expected(load(folder, dtype=torch.float32), PROMPTS[1]) for folder in folders]
+    command = [sys.executable, "-c", LEANLY, *map(str, folders)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.splitlines()[:-1] == [*map(str, found)], out.stderr

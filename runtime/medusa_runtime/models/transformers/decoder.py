@@ -66,15 +66,15 @@ class TransformersDecoder(DecoderModel):
         """
         if STATES not in source_of(type(self.module)):
             return config
+        attending = {part.layer_idx for part in self.module.modules() if attends(type(part))}
+        if not attending or not attending <= {*range(config.num_layers)}:
+            found = "some that share them" if attending else "no layer that attends"
+            raise without_cache(config.architecture, found)
         states = use_states(self.module, config.num_layers, config.hidden_size, config.dtype, self._step)
         if not states and type(self.module)._supports_attention_backend:
             return config
         if not states:
             raise unknown_states(self.module, "none of its layers shows one")
-        attending = {part.layer_idx for part in self.module.modules() if attends(type(part))}
-        if not attending or not attending <= {*range(config.num_layers)}:
-            found = "some that share them" if attending else "no layer that attends"
-            raise without_cache(config.architecture, found)
         layers = tuple(sorted(attending))
         return replace(config, states=tuple(map(tuple, states)), kv_layers=layers)
 

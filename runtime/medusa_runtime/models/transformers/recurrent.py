@@ -2,7 +2,7 @@
 
 Such a layer asks its cache for the state, and leaves the next one there. Here it gets a cache for one layer, with the
 states of the sequences that it runs for: those in decode as one batch, prompts one by one. What a layer keeps, and of
-which sizes, it shows in a trial without numbers.
+which sizes, it shows in a trial with zeros.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def use_states(module: nn.Module, layers: int, hidden: int, dtype: torch.dtype, 
     for part in parts:
         if shapes[part.layer_idx]:
             raise unknown_states(part, "several parts of a layer do")
-        x, kind = torch.empty(1, _TRIED, hidden, dtype=dtype, device="meta"), cast(Any, type(part))
+        x, kind = torch.zeros(1, _TRIED, hidden, dtype=dtype), cast(Any, type(part))
         together = _tried_together(part, x)
         if together is not None:
             shapes[part.layer_idx] = together
@@ -142,7 +142,7 @@ def _tried_together(part: Any, x: Tensor) -> list[StateShape] | None:
         return None
     noted = ShapesOfStates()
     try:
-        with torch.inference_mode(), _without_values(part), running(noted, part.layer_idx):
+        with torch.inference_mode(), _with_zeros(part), running(noted, part.layer_idx):
             _call(_with_our_functions(kind), part, x, _NoCache())
     except Exception:  # noqa: BLE001 - whatever is in the way, the other way may go
         return None
@@ -153,7 +153,7 @@ def _tried_apart(part: Any, x: Tensor) -> list[StateShape]:
     """Return what a layer keeps that runs for each sequence. Raises ModelError if it does not run so either."""
     tried = LayerCache()
     try:
-        with torch.inference_mode(), _without_values(part):
+        with torch.inference_mode(), _with_zeros(part):
             found = _call(type(part).forward, part, x, tried)
     except Exception as error:
         raise unknown_states(part, f"{type(error).__name__}: {error}") from error
@@ -175,15 +175,19 @@ def unknown_states(part: nn.Module, why: str) -> ModelError:
 
 
 @contextmanager
-def _without_values(part: nn.Module) -> Iterator[None]:
-    """Give a module parameters and buffers without values, which some of them have already."""
+def _with_zeros(part: nn.Module) -> Iterator[None]:
+    """Give a module zeros as parameters and buffers. Memory that is only read, and never written, takes nearly none.
+
+    Not placeholders of the meta device: the lean import of torch leaves out what some functions need there.
+    """
     held = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in part.modules()]
     for owner, *_ in held:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                owner._parameters[name] = nn.Parameter(zeros, requires_grad=False)
         for name, buffer in owner._buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.to("meta")
+            owner._buffers[name] = None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
     try:
         yield
     finally:

@@ -189,7 +189,7 @@ def _computes(name: str, theirs: Callable[..., Any]) -> bool:
 
 
 class ShapesOfStates:
-    """An attention for a trial on the meta device, which notes what a layer keeps of a sequence."""
+    """An attention for a trial, which notes what a layer keeps of a sequence."""
 
     def __init__(self) -> None:
         self.inputs: list[StateShape] = []
