@@ -75,7 +75,9 @@ class Timeline:
     def stages(self) -> list[Stage]:
         """Return all stages recorded so far, sorted by start time."""
         data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
-        return sorted((Stage(*json.loads(line)) for line in data.splitlines()), key=lambda stage: stage.start_ns)
+        # A write that crosses a page can be seen before its end is there.
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        return sorted((Stage(*json.loads(line)) for line in lines), key=lambda stage: stage.start_ns)
 
 
 def process_start_ns() -> int:

@@ -79,3 +79,15 @@ def test_process_start_is_between_exec_and_now() -> None:
     tick_ns = 10**9 // os.sysconf("SC_CLK_TCK")
     assert before - tick_ns <= started <= time.monotonic_ns()
     assert process_start_ns() < before
+
+
+def test_a_line_that_is_being_written_is_not_read() -> None:
+    """A write that crosses a page may be seen in parts; so is this one, but for sure."""
+    timeline = Timeline.create("engine")
+    timeline.mark("begun")
+    timeline.mark("later")
+    line = os.pread(timeline.fd, 1 << 16, 0).splitlines(keepends=True)[1]
+    os.write(timeline.fd, line[:20])
+    assert [stage.name for stage in timeline.stages()] == ["begun", "later"]
+    os.write(timeline.fd, line[20:])
+    assert [stage.name for stage in timeline.stages()] == ["begun", "later", "later"]
