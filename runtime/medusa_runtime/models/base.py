@@ -52,7 +52,7 @@ class Attention(Protocol):
 
 
 class StatefulAttention(Attention, Protocol):
-    """What layers call that keep a state of a fixed size of each sequence, in place of keys and values."""
+    """An attention that also serves layers which keep a state of each sequence in place of keys and values."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the weighted sums of the last inputs of each channel (``kernels.recurrence.convolve``)."""

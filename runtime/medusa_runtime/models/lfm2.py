@@ -5,7 +5,6 @@ The others attend. Those of LFM2-MoE have experts behind the first few layers, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -13,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_runtime.kernels.native import MAX_TAPS
 from medusa_runtime.models.base import StatefulAttention, StateShape
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear
 from medusa_runtime.models.layers.rope import Rotation
-from medusa_runtime.models.layers.taps import Taps
-from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, with_defaults
+from medusa_runtime.models.layers.taps import Taps, count_of_taps
+from medusa_runtime.models.llama import GatedMLP, Llama, LlamaConfig, layers_that_attend, stateful, with_defaults
 from medusa_runtime.models.mixture import MixtureConfig, Routed
 
 _NAMES = {
@@ -79,9 +77,7 @@ def _read(architecture: str, fields: Fields) -> dict[str, Any]:
         "intermediate_size": _width(fields) if architecture == "Lfm2ForCausalLM" else fields.count("intermediate_size"),
     }
     llama = LlamaConfig.read(architecture, Fields(dict(fields.raw) | names, fields.where))
-    taps = fields.count("conv_L_cache", default=3, most=MAX_TAPS)
-    if taps < 2:
-        raise fields.error("conv_L_cache", f"2 to {MAX_TAPS}", taps)
+    taps = count_of_taps(fields, "conv_L_cache", default=3)
     attends = layers_that_attend(fields, "conv", _attends(fields, llama.num_layers))
     shape = StateShape((taps - 1, llama.hidden_size))
     return vars(llama) | {
@@ -108,28 +104,6 @@ def _attends(fields: Fields, layers: int) -> list[bool]:
     if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
         raise fields.error("full_attn_idxs", "a list of layers' numbers", numbers)
     return [layer in numbers for layer in range(layers)]
-
-
-def layers_that_attend(fields: Fields, other: str, attends: Sequence[bool]) -> list[bool]:
-    """Return which layers attend: by ``layer_types``, where the others are called ``other``, or if absent ``attends``.
-
-    Raises ConfigError for other names, and if no layer attends, as the engine needs one for its KV cache.
-    """
-    kinds = fields.names("layer_types") or ["full_attention" if one else other for one in attends]
-    if len(kinds) != len(attends) or not {*kinds} <= {"full_attention", other} or "full_attention" not in kinds:
-        expected = f"{len(attends)} times full_attention or {other}, with at least one full_attention"
-        raise fields.error("layer_types", expected, kinds)
-    return [kind == "full_attention" for kind in kinds]
-
-
-def stateful(attends: Sequence[bool], shapes: tuple[StateShape, ...]) -> dict[str, Any]:
-    """Return ``kv_layers`` and ``states`` of a configuration whose layers attend, or keep states of these shapes."""
-    if all(attends):
-        return {}
-    return {
-        "kv_layers": tuple(layer for layer, one in enumerate(attends) if one),
-        "states": tuple(() if one else shapes for one in attends),
-    }
 
 
 class ShortConv(nn.Module):
@@ -203,4 +177,4 @@ class Lfm2Moe(Lfm2):
     config_class = Lfm2MoeConfig
 
 
-__all__ = ["Lfm2", "Lfm2Config", "Lfm2Moe", "Lfm2MoeConfig", "layers_that_attend", "stateful"]
+__all__ = ["Lfm2", "Lfm2Config", "Lfm2Moe", "Lfm2MoeConfig"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.text_names import text_name
 from medusa_runtime.kernels import silu_gate
-from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
+from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig, StateShape
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
 from medusa_runtime.models.layers.embedding import Embedding
@@ -110,6 +110,28 @@ def layer_windows(fields: Fields, slides: Sequence[bool]) -> tuple[int | None, .
         raise fields.error("layer_types", f"{len(slides)} times {' or '.join(_KINDS)}", kinds)
     window = fields.count("sliding_window") if "sliding_attention" in kinds else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def layers_that_attend(fields: Fields, other: str, attends: Sequence[bool]) -> list[bool]:
+    """Return which layers attend: by ``layer_types``, where the others are called ``other``, or if absent ``attends``.
+
+    Raises ConfigError for other names, and if no layer attends, as the engine needs one for its KV cache.
+    """
+    kinds = fields.names("layer_types") or ["full_attention" if one else other for one in attends]
+    if len(kinds) != len(attends) or not {*kinds} <= {"full_attention", other} or "full_attention" not in kinds:
+        expected = f"{len(attends)} times full_attention or {other}, with at least one full_attention"
+        raise fields.error("layer_types", expected, kinds)
+    return [kind == "full_attention" for kind in kinds]
+
+
+def stateful(attends: Sequence[bool], shapes: tuple[StateShape, ...]) -> dict[str, Any]:
+    """Return ``kv_layers`` and ``states`` of a configuration whose layers attend, or keep states of these shapes."""
+    if all(attends):
+        return {}
+    return {
+        "kv_layers": tuple(layer for layer, one in enumerate(attends) if one),
+        "states": tuple(() if one else shapes for one in attends),
+    }
 
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:

@@ -15,15 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.index import TensorEntry
-from medusa_runtime.kernels.native import MAX_TAPS
 from medusa_runtime.models.base import Attention, StatefulAttention, StateShape
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.linear import Linear, project
 from medusa_runtime.models.layers.norm import RMSNorm
 from medusa_runtime.models.layers.rope import RopeConfig, Rotation
-from medusa_runtime.models.layers.taps import Taps
-from medusa_runtime.models.lfm2 import layers_that_attend, stateful
-from medusa_runtime.models.llama import Llama, LlamaConfig, SelfAttention, with_defaults
+from medusa_runtime.models.layers.taps import Taps, count_of_taps
+from medusa_runtime.models.llama import (
+    Llama,
+    LlamaConfig,
+    SelfAttention,
+    layers_that_attend,
+    stateful,
+    with_defaults,
+)
 from medusa_runtime.models.mixture import MixtureConfig, expert_parts
 
 _NORM_EPS = 1e-6  # of the lengths of queries and keys
@@ -103,14 +108,12 @@ def _read(architecture: str, fields: Fields) -> dict[str, Any]:
     usual = [(layer + 1) % every == 0 for layer in range(llama.num_layers)]
     attends = layers_that_attend(fields, "linear_attention", usual)
     linear = LinearSizes(
-        fields.count("linear_conv_kernel_dim", default=4, most=MAX_TAPS),
+        count_of_taps(fields, "linear_conv_kernel_dim", default=4),
         fields.count("linear_num_key_heads", default=16),
         fields.count("linear_num_value_heads", default=32),
         fields.count("linear_key_head_dim", default=128),
         fields.count("linear_value_head_dim", default=128),
     )
-    if linear.taps < 2:
-        raise fields.error("linear_conv_kernel_dim", f"2 to {MAX_TAPS}", linear.taps)
     if linear.heads % linear.key_heads:
         expected = f"a divisor of the {linear.heads} heads of values"
         raise fields.error("linear_num_key_heads", expected, linear.key_heads)

@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """What transformers generates in float32."""
+    """The tokens that transformers generates in float32, of each prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in PROMPTS:
@@ -216,7 +216,7 @@ def test_wrong_values_are_named(architecture: str, changes: dict[str, object], m
 
 @pytest.mark.parametrize("architecture", OWN)
 def test_absent_keys_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
-    """What stands in a small config.json of the Hub is read as from one in which all keys are."""
+    """A small config.json, as on the Hub, is read like one that has all keys."""
     kind = getattr(transformers, architecture).config_class
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96}
     small = {"architectures": [architecture], "model_type": kind.model_type, "eos_token_id": 2, "dtype": "float32"}

@@ -41,7 +41,7 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path, serve: Call
 
 @pytest.mark.parametrize("case", ["gemma3", "qwen3-vl", "qwen3-vl-moe", "mistral3"])
 def test_agrees_in_bf16(case: str, tmp_path: Path) -> None:
-    """As near to the exact logits as transformers is, when both compute in bf16."""
+    """In bf16, the logits are as near to the exact ones as those of transformers."""
     theirs, ids = write(case, tmp_path, torch.bfloat16), torch.tensor([PROMPTS[0]])
     with torch.inference_mode():
         with loaded(tmp_path) as ours:
@@ -74,7 +74,7 @@ def test_what_is_served_is_said(tmp_path: Path) -> None:
 def test_weights_of_the_text_part_may_be_quantized(
     case: str, form: str, tmp_path: Path, serve: Callable[..., Served]
 ) -> None:
-    """As tools write such checkpoints: what takes pictures stays as it is, and is on a list of what to leave out."""
+    """Tools that quantize leave what takes pictures as it is, and name it in a list of ignored parts."""
     write(case, tmp_path / "whole")
     stored, floats = tmp_path / "stored", tmp_path / "floats"
     quantize(tmp_path / "whole", stored, form, dequantized=floats)

@@ -1,4 +1,4 @@
-"""What layers keep of each sequence beside keys and values: states of a fixed size, in a slot of its own."""
+"""States of a fixed size that layers keep of each sequence, beside keys and values, in a slot of its own."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.kernels.native import MAX_TAPS
 from medusa_runtime.models.base import StatefulAttention
+from medusa_runtime.models.fields import Fields
 
 
 class Taps(nn.Module):
@@ -21,4 +23,12 @@ class Taps(nn.Module):
         return attention.convolve(self.index, x, self.weight.squeeze(1), self.bias)
 
 
-__all__ = ["Taps"]
+def count_of_taps(fields: Fields, name: str, *, default: int) -> int:
+    """Read how many taps convolutions have. Raises ConfigError for fewer than two, or more than a kernel takes."""
+    taps = fields.count(name, default=default, most=MAX_TAPS)
+    if taps < 2:
+        raise fields.error(name, f"2 to {MAX_TAPS}", taps)
+    return taps
+
+
+__all__ = ["Taps", "count_of_taps"]
