@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_fixtures import SETTINGS, Served
+from engine_fixtures import SETTINGS, Served, join_tokenizers
 from medusa_runtime.engine.checkpoint_files import check_for_gpu
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.kernels import recurrence
@@ -163,6 +163,15 @@ def test_memory_limits_how_many_run_at_a_time(
     assert 2 < count <= (16 << 20) // state_bytes
     assert f"memory has room for the states of {count} sequences, so {count} requests run at a time" in caplog.text
     assert answers(served, PROMPTS) == expected
+
+
+def test_states_that_fit_nowhere_are_an_error(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    """A hostile config.json; the checkpoint's shapes would be looked at later."""
+    config = raw("Qwen3_5ForCausalLM", tmp_path, linear_key_head_dim=1 << 22, linear_value_head_dim=1 << 22)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"the states of one sequence take \d+ MiB: expected as much free memory"):
+        serve(tmp_path)
+    join_tokenizers()
 
 
 @pytest.mark.parametrize("architecture", PICTURES)

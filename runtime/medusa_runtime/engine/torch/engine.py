@@ -156,12 +156,12 @@ class TorchEngine:
         facts = (self._region, config, settings, self._dtype, applier)
         plan = partial(kv_plan, *facts, layers=len(cached))
         if gpu is None:
-            states, states_bytes = None, 0
-            if config.states:
-                count = previously(self._timeline, "states") or most_states(*facts)
-                states_bytes = count * config.state_bytes(self._dtype)
-                states = RecurrentStates(config.states, self._dtype, count)
-            planned = plan(previous_kv_tokens=previously(self._timeline, "tokens"), states_bytes=states_bytes)
+            count = (previously(self._timeline, "states") or most_states(*facts)) if config.states else 0
+            planned = plan(
+                previous_kv_tokens=previously(self._timeline, "tokens"),
+                states_bytes=count * config.state_bytes(self._dtype),
+            )
+            states = RecurrentStates(config.states, self._dtype, count) if config.states else None
             return planned, KvCache(shape, planned.blocks, numbers=cached, states=states)
         planned = plan(
             device_free_bytes=gpu.free_bytes_beside_weights(self._loader),

@@ -12,6 +12,7 @@ import torch
 from ...checkpoint.index import TensorEntry, WeightIndex
 from ...config import Settings
 from ...container_limits import memory_available_bytes
+from ...errors import ConfigError
 from ...kernels import cpu, native
 from ...kernels.compiled import native_kernels
 from ...load.alignment import must_move_from
@@ -147,10 +148,16 @@ def kv_plan(
 def most_states(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype, applier: Applier) -> int:
     """Return for how many sequences at a time there is memory for the states of layers without keys and values.
 
-    These get up to half of what is free, and the KV cache the rest.
+    These get up to half of what is free, and the KV cache the rest. Raises ConfigError if there is none for one.
     """
     free = free_bytes(region, applier.tensors(region).wait_index(), settings, dtype, applier)
-    count = free // _STATES_SHARE // config.state_bytes(dtype)
+    size = config.state_bytes(dtype)
+    if size > free:
+        raise ConfigError(
+            f"the states of one sequence take {size >> 20} MiB: expected as much free memory beside the weights, found "
+            f"{max(free, 0) >> 20} MiB; give the container more memory"
+        )
+    count = free // _STATES_SHARE // size
     if count < settings.max_concurrency:
         logger.warning(
             "memory has room for the states of %d sequences, so %d requests run at a time, not %d",
